@@ -21,6 +21,7 @@
 	({ static atomic_t calls; tmem_inject(&calls, READ_ONCE(tmem_inject_##what)); })
 extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
+extern unsigned int tmem_inject_memory_error;
 extern unsigned int tmem_inject_corrupt;
 extern unsigned int tmem_inject_retained_changed;
 extern unsigned int tmem_inject_mark_late;

@@ -57,33 +57,6 @@ static inline u32 tmem_check_end(const struct tmem_check_keys *keys, __uint128_t
 }
 
 /**
- * tmem_check_copy() - copy a page and compute its content check in the same pass
- * @keys: random keys
- * @dst: destination page
- * @src: source page; each word is read once, so the check is that of @dst
- *
- * Return: the check, below 2^TMEM_CHECK_BITS.
- */
-static inline u32 tmem_check_copy(const struct tmem_check_keys *keys, void *dst, const void *src)
-{
-	const u64 *from = src, *key = keys->key;
-	__uint128_t sum = 0;
-	u64 *to = dst;
-	int i;
-
-#pragma GCC unroll 4	/* otherwise a third of the instructions would only control the loop */
-	for (i = 0; i < TMEM_CHECK_WORDS; i += 2) {
-		u64 a = READ_ONCE(from[i]);
-		u64 b = READ_ONCE(from[i + 1]);
-
-		to[i] = a;
-		to[i + 1] = b;
-		sum += (__uint128_t)(key[i] + a) * (key[i + 1] + b);
-	}
-	return tmem_check_end(keys, sum);
-}
-
-/**
  * tmem_check_page() - compute the content check of a page
  * @keys: random keys
  * @page: 4096 bytes

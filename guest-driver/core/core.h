@@ -322,6 +322,11 @@ struct tmem_dev {
 	unsigned int nr_blocks;
 	struct tmem_slot *slot;
 	void **block;
+	/*
+	 * A page for each processor, into which refer() copies an evicted page; NULL if retain is
+	 * false. Used with interrupts off.
+	 */
+	void __percpu *scratch;
 	/* Guards free, first_free and nr_free. */
 	spinlock_t block_lock ____cacheline_aligned_in_smp;
 	u16 *free;			/* ring of free blocks, oldest first */

@@ -27,8 +27,11 @@
  * the head whose state is READY or SKIP.
  */
 #include <linux/highmem.h>
+#include <linux/mm.h>
+#include <linux/percpu.h>
 #include <linux/prefetch.h>
 #include <linux/slab.h>
+#include <linux/uaccess.h>
 
 #include "../trace.h"
 #include "ring.h"
@@ -126,6 +129,32 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 }
 
 /*
+ * Copies an evicted page to @to and computes the content check of the copy. Returns false if the
+ * page has a memory error, and then reports the page to the kernel.
+ *
+ * Without the driver, an eviction does not read the page, so a memory error in a clean page is
+ * harmless. copy_mc_to_kernel() returns after such an error, if the processor reports it and the
+ * architecture has CONFIG_ARCH_HAS_COPY_MC. An ordinary access would stop the guest. The check
+ * reads the copy, which is in the processor's first-level cache.
+ *
+ * Other code of the driver does not need this function. It reads pages that it has just written,
+ * such as the pages that a get fills.
+ */
+static bool copy_page_mc(void *to, struct page *page, u32 *check)
+{
+	void *from = kmap_local_page(page);
+	unsigned long left = copy_mc_to_kernel(to, from, PAGE_SIZE);
+
+	kunmap_local(from);
+	if (left || TMEM_INJECT(memory_error)) {
+		memory_failure_queue(page_to_pfn(page), 0);
+		return false;
+	}
+	*check = tmem_check_page(&tmem_keys, to);
+	return true;
+}
+
+/*
  * Copies a page into the put ring and enters it into the index. If that fails, sets @why to the
  * reason and leaves no entry of this put in the index.
  */
@@ -135,7 +164,7 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 	struct tmem_queue *queue = tmem_queue_of(dev, tmem_index_bucket(key), index);
 	struct tmem_where where;
 	struct tmem_slot *slot;
-	void *data, *from;
+	void *data;
 	u32 check;
 	int err;
 
@@ -151,13 +180,12 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		return false;
 	}
 
-	from = kmap_local_page(page);
-	check = tmem_check_copy(&tmem_keys, data, from);
-	kunmap_local(from);
-
-	err = tmem_index_store(key, index, tmem_entry(slot->offset, check), &where);
+	err = copy_page_mc(data, page, &check) ? 0 : -EIO;
+	if (!err)
+		err = tmem_index_store(key, index, tmem_entry(slot->offset, check), &where);
 	if (err) {
-		*why = err == -EPERM ? TMEM_STAT_puts_dropped_bypass :
+		*why = err == -EIO ? TMEM_STAT_puts_dropped_memory_error :
+		       err == -EPERM ? TMEM_STAT_puts_dropped_bypass :
 		       err == -EACCES ? TMEM_STAT_puts_dropped_policy :
 		       err == -ENOSPC ? TMEM_STAT_puts_dropped_index_full :
 		       err == -ENODEV ? TMEM_STAT_puts_dropped_pool :
@@ -180,8 +208,8 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 
 /*
  * If the host retains the page and the page has not changed, makes its index entry held instead of
- * retained, and queues a reference instead of a copy. Returns the result of tmem_index_hold(). The
- * caller has disabled interrupts.
+ * retained, and queues a reference instead of a copy. Returns -EIO if the page has a memory error,
+ * otherwise the result of tmem_index_hold(). The caller has disabled interrupts.
  */
 static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		 struct page *page)
@@ -193,14 +221,13 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
 	u32 epoch = READ_ONCE(dev->epoch), check;
 	struct tmem_where where;
 	u64 offset;
-	void *data;
 	int err;
 
 	if (!dev->retain || !tmem_index_retained(key, index))
 		return -ENOENT;
-	data = kmap_local_page(page);
-	check = tmem_check_page(&tmem_keys, data);
-	kunmap_local(data);
+	/* Copy the page only because the check must survive a memory error. */
+	if (!copy_page_mc(this_cpu_ptr(dev->scratch), page, &check))
+		return -EIO;
 	if (TMEM_INJECT(retained_changed))
 		check ^= 1;
 	/* Let a test set a mark or a policy here, as another CPU can at any time. */
@@ -233,6 +260,8 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 		return TMEM_STAT_refs;
 	if (err == -EILSEQ)
 		return TMEM_STAT_retained_changed;
+	if (err == -EIO)
+		return TMEM_STAT_puts_dropped_memory_error;
 	/*
 	 * If the page has no retained entry (-ENOENT), put it. If a mark or a policy forbids it
 	 * (-EPERM, -EACCES), put() fails for the same reason and counts it.
@@ -393,7 +422,7 @@ void tmem_ring_renew(struct tmem_queue *queue)
 }
 
 /**
- * tmem_slots_init() - allocate the slots that all queues share
+ * tmem_slots_init() - allocate the slots that all queues share, and the scratch pages
  * @dev: the device; the size of the memory is added to its memory_bytes
  * @nr_slots: number of slots, a multiple of TMEM_BLOCK_PAGES
  *
@@ -422,13 +451,19 @@ int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 		dev->free[i] = i;
 	}
 	dev->nr_free = dev->nr_blocks;
+	if (dev->retain) {
+		dev->scratch = __alloc_percpu(PAGE_SIZE, SMP_CACHE_BYTES);
+		if (!dev->scratch)
+			return -ENOMEM;
+		dev->memory_bytes += num_possible_cpus() * PAGE_SIZE;
+	}
 	dev->memory_bytes += nr_slots * (PAGE_SIZE + sizeof(*dev->slot)) +
 			     dev->nr_blocks * (sizeof(*dev->block) + sizeof(*dev->free));
 	return 0;
 }
 
 /**
- * tmem_slots_exit() - free the slots that all queues share
+ * tmem_slots_exit() - free the slots that all queues share, and the scratch pages
  * @dev: the device; it was reset
  */
 void tmem_slots_exit(struct tmem_dev *dev)
@@ -437,6 +472,7 @@ void tmem_slots_exit(struct tmem_dev *dev)
 
 	for (i = 0; dev->block && i < dev->nr_blocks; i++)
 		free_pages((unsigned long)dev->block[i], TMEM_BLOCK_ORDER);
+	free_percpu(dev->scratch);
 	kfree(dev->free);
 	kfree(dev->block);
 	kvfree(dev->slot);

@@ -34,12 +34,13 @@ TMEM_STAT(puts_unanswered)
 TMEM_STAT(index_evicted)
 
 /*
- * Evicted pages that are not eligible: the cache is off for them, or a rule or a policy excludes
- * them.
+ * Evicted pages that are not eligible: the cache is off for them, a rule or a policy excludes them,
+ * or they have a memory error.
  */
 TMEM_STAT(puts_dropped_offline)
 TMEM_STAT(puts_dropped_bypass)
 TMEM_STAT(puts_dropped_policy)
+TMEM_STAT(puts_dropped_memory_error)
 TMEM_STAT(puts_skipped_admission)
 TMEM_STAT(puts_skipped_offline)
 TMEM_STAT(puts_skipped_inode)

@@ -25,6 +25,10 @@ unsigned int tmem_inject_nomem;
 module_param_named(inject_nomem, tmem_inject_nomem, uint, 0644);
 MODULE_PARM_DESC(inject_nomem, "TEST: every n'th put finds no memory for the index");
 
+unsigned int tmem_inject_memory_error;
+module_param_named(inject_memory_error, tmem_inject_memory_error, uint, 0644);
+MODULE_PARM_DESC(inject_memory_error, "TEST: every n'th evicted page that the driver copies or checks has a memory error");
+
 unsigned int tmem_inject_corrupt;
 module_param_named(inject_corrupt, tmem_inject_corrupt, uint, 0644);
 MODULE_PARM_DESC(inject_corrupt, "TEST: a bit of every n'th page that the host returns is flipped before the content check");
