@@ -80,11 +80,11 @@ static inline bool tmem_selftest_blind(unsigned int hook)
 	return READ_ONCE(tmem_test_selftest_blind) & BIT(hook);
 }
 
-extern bool tmem_test_untested;
-/* Returns whether a test makes the driver treat the kernel's point release as untested. */
-static inline bool tmem_test_untested_release(void)
+extern char *tmem_test_release;
+/* Returns the kernel's point release @name, in whose place a test may put another text. */
+static inline const char *tmem_test_point_release(const char *name)
 {
-	return tmem_test_untested;
+	return tmem_test_release ?: name;
 }
 
 void tmem_test_walk(unsigned int run, unsigned int searched);
@@ -115,9 +115,9 @@ static inline bool tmem_selftest_blind(unsigned int hook)
 	return false;
 }
 
-static inline bool tmem_test_untested_release(void)
+static inline const char *tmem_test_point_release(const char *name)
 {
-	return false;
+	return name;
 }
 
 static inline void tmem_test_walk(unsigned int run, unsigned int searched)

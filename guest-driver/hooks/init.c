@@ -18,18 +18,23 @@
 
 #define TMEM_TESTED_RELEASES_MAX 4
 
-/* Kernels on which the torture tests pass. */
+/* Kernels on which the torture tests pass. The Makefile takes the series for DKMS from here. */
 static const struct tested_kernel {
 	const char *release;	/* beginning of uname -r */
 	unsigned int series;	/* series of the headers that the module was built with */
+	/*
+	 * Third number of the oldest point release that is served. Older ones have faults with
+	 * which a file has wrong contents; docs/guest-support.md names them.
+	 */
+	unsigned int oldest;
 	const char *vendor;	/* contained in uname -v */
 	/* Tested point releases, as uname -v names them after the vendor. */
 	const char *point_releases[TMEM_TESTED_RELEASES_MAX];
 } tested_kernels[] = {
-	{ "6.1.", KERNEL_VERSION(6, 1, 0), "Debian", { "6.1.192" } },
-	{ "6.12.", KERNEL_VERSION(6, 12, 0), "Debian", { "6.12.117" } },
-	{ "7.2.", KERNEL_VERSION(7, 2, 0), "Debian", { "7.2.12" } },
-	{ "7.3.", KERNEL_VERSION(7, 3, 0), "Debian", { "7.3.4" } },
+	{ "6.1.", KERNEL_VERSION(6, 1, 0), 178, "Debian", { "6.1.192" } },
+	{ "6.12.", KERNEL_VERSION(6, 12, 0), 114, "Debian", { "6.12.117" } },
+	{ "7.2.", KERNEL_VERSION(7, 2, 0), 12, "Debian", { "7.2.12" } },
+	{ "7.3.", KERNEL_VERSION(7, 3, 0), 4, "Debian", { "7.3.4" } },
 };
 
 static bool probes_on, ftrace_on;
@@ -57,33 +62,45 @@ static const struct tested_kernel *find_tested_kernel(void)
 }
 
 /*
+ * Stores the point release of the running kernel, such as "6.12.117", in @release.
+ *
+ * A Debian kernel has it in uname -v, behind the vendor: "#1 SMP PREEMPT_DYNAMIC Debian
+ * 6.12.117-1~deb12u1 (2026-11-14)". A kernel with a built-in driver has it at the beginning of
+ * uname -r.
+ */
+static void point_release(const struct tested_kernel *kernel, char *release, size_t size)
+{
+	const struct new_utsname *uts = init_utsname();
+	const char *name;
+
+	name = TMEM_BUILT_IN ? uts->release :
+	       skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
+	strscpy(release, tmem_test_point_release(name), size);
+	release[strcspn(release, "-+~ ")] = '\0';
+}
+
+/*
+ * Returns whether @release is not older than the oldest point release that is served. A release
+ * without a third number, such as "7.3" of a pre-release, is older. A text that names no release of
+ * the series is refused, too.
+ */
+static bool release_served(const struct tested_kernel *kernel, const char *release)
+{
+	unsigned int major, minor, point = 0;
+
+	return sscanf(release, "%u.%u.%u", &major, &minor, &point) >= 2 &&
+	       KERNEL_VERSION(major, minor, 0) == kernel->series && point >= kernel->oldest;
+}
+
+/*
  * Makes the driver compare more hits with the disk if the point release of the running kernel was
  * not tested. The self-test cannot prove that a point release did not change the file systems.
  */
-static void check_point_release(const struct tested_kernel *kernel)
+static void check_point_release(const struct tested_kernel *kernel, const char *release)
 {
-	const struct new_utsname *uts = init_utsname();
-	char release[sizeof(uts->version)];
-	const char *name;
 	unsigned int i;
 
-	if (!kernel) {
-		tmem_verify_untested(uts->release);
-		return;
-	}
-	/*
-	 * An example: "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)" is 6.12.117.
-	 * A kernel with a built-in driver has the point release at the beginning of uname -r.
-	 */
-	name = TMEM_BUILT_IN ? uts->release :
-	       skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
-	strscpy(release, name, sizeof(release));
-	release[strcspn(release, "-+ ")] = '\0';
-	if (tmem_test_untested_release()) {
-		tmem_verify_untested(release);
-		return;
-	}
-	for (i = 0; i < TMEM_TESTED_RELEASES_MAX && kernel->point_releases[i]; i++)
+	for (i = 0; kernel && i < TMEM_TESTED_RELEASES_MAX && kernel->point_releases[i]; i++)
 		if (!strcmp(release, kernel->point_releases[i]))
 			return;
 	tmem_verify_untested(release);
@@ -164,6 +181,7 @@ static int hooks_up(void)
 static int take_hooks(void)
 {
 	const struct tested_kernel *kernel = find_tested_kernel();
+	char release[sizeof(init_utsname()->release)];
 	int err;
 
 	lockdep_assert_held(&hooks_mutex);
@@ -178,6 +196,15 @@ static int take_hooks(void)
 			       init_utsname()->release, init_utsname()->version);
 		return -EOPNOTSUPP;
 	}
+	strscpy(release, init_utsname()->release, sizeof(release));
+	if (kernel)
+		point_release(kernel, release, sizeof(release));
+	if (kernel && !release_served(kernel, release) && !tmem_allow_untested) {
+		tmem_hooks_off("kernel %s (%s) is older than %s%u; allow_untested=1 uses it anyway",
+			       init_utsname()->release, init_utsname()->version, kernel->release,
+			       kernel->oldest);
+		return -EOPNOTSUPP;
+	}
 	err = hooks_up();
 	if (err) {
 		if (!hooks_down())
@@ -186,7 +213,7 @@ static int take_hooks(void)
 		tmem_hooks_report();
 		return err;
 	}
-	check_point_release(kernel);
+	check_point_release(kernel, release);
 	WRITE_ONCE(tmem_hooks_on, true);
 	hooks_taken = true;
 	tmem_fs_init();

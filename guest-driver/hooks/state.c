@@ -12,7 +12,7 @@
 
 bool tmem_allow_untested;
 module_param_named(allow_untested, tmem_allow_untested, bool, 0444);
-MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones, and file systems whose block size is not tested");
+MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones or are too old, and file systems whose block size is not tested");
 
 const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_REMOVED] = "removed",

@@ -153,9 +153,9 @@ MODULE_PARM_DESC(test_hooks_off, "TEST: names of hooks that do nothing; the cach
 module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
 MODULE_PARM_DESC(test_selftest_blind, "TEST: names of hooks whose calls the self-test ignores");
 
-bool tmem_test_untested;
-module_param_named(test_untested_release, tmem_test_untested, bool, 0444);
-MODULE_PARM_DESC(test_untested_release, "TEST: treat the kernel's point release as untested");
+char *tmem_test_release;
+module_param_named(test_release, tmem_test_release, charp, 0444);
+MODULE_PARM_DESC(test_release, "TEST: point release that the driver takes for that of the kernel, such as 6.12.118-1");
 
 static unsigned int test_walk_run, test_walk_most;
 module_param(test_walk_run, uint, 0644);

@@ -26,12 +26,14 @@ IMAGE = r"linux-image-[0-9]+\.[0-9]+\.[0-9]+[-+0-9a-z.]*-cloud-amd64(-unsigned)?
 class Served:
     """A row of tested_kernels[].
 
-    `begins` is the beginning of `uname -r`, `series` like "6.1", and `releases` are the point
-    releases that were tested, as `uname -v` names them after the vendor.
+    `begins` is the beginning of `uname -r`, and `series` like "6.1". `oldest` is the third number
+    of the oldest point release that is served. `releases` are the point releases that were tested,
+    as `uname -v` names them after the vendor.
     """
 
     begins: str
     series: str
+    oldest: int
     vendor: str
     releases: tuple[str, ...]
 
@@ -40,15 +42,23 @@ def kernels(text: str | None = None) -> list[Served]:
     """Returns the rows of tested_kernels[] in the driver's sources."""
     text = SOURCE.read_text() if text is None else text
     body = text.split("tested_kernels[] = {", 1)[1].split("\n};", 1)[0]
-    entry = r'\{ "([^"]+)", KERNEL_VERSION\((\d+), (\d+), 0\), "([^"]+)",\s+\{ ([^}]+) \} \},'
+    entry = (
+        r'\{ "([^"]+)", KERNEL_VERSION\((\d+), (\d+), 0\), (\d+), "([^"]+)",\s+\{ ([^}]+) \} \},'
+    )
     found = re.findall(entry, body)
     if not found or len(found) != body.count("KERNEL_VERSION"):
         raise HarnessError(
             f"{SOURCE.name}: tested_kernels[] has a row that this parser does not know"
         )
     return [
-        Served(begins, f"{major}.{minor}", vendor, tuple(re.findall(r'"([^"]+)"', releases)))
-        for begins, major, minor, vendor, releases in found
+        Served(
+            begins,
+            f"{major}.{minor}",
+            int(oldest),
+            vendor,
+            tuple(re.findall(r'"([^"]+)"', releases)),
+        )
+        for begins, major, minor, oldest, vendor, releases in found
     ]
 
 

@@ -64,9 +64,17 @@ def kernels_of_source() -> list[served.Served]:
 def test_kernel_table_matches_the_source() -> None:
     rows = table(SUPPORT, "kernels")
     assert sorted(
-        (code(row[1]), code(row[2]), tuple(re.findall(r"`([^`]+)`", row[3]))) for row in rows
-    ) == sorted((row.begins, row.vendor, row.releases) for row in kernels_of_source())
+        (code(row[1]), code(row[2]), code(row[3]), tuple(re.findall(r"`([^`]+)`", row[4])))
+        for row in rows
+    ) == sorted(
+        (row.begins, row.vendor, f"{row.begins}{row.oldest}", row.releases)
+        for row in kernels_of_source()
+    )
+    assert [(row[0], code(row[1])) for row in table(SUPPORT, "oldest releases")] == [
+        (row.series, f"{row.begins}{row.oldest}") for row in kernels_of_source()
+    ]
     for row in kernels_of_source():
+        assert min(int(name.removeprefix(row.begins)) for name in row.releases) >= row.oldest
         assert row.begins == f"{row.series}."
         assert row.releases and all(name.startswith(row.begins) for name in row.releases)
         assert row.series in kernel.SERIES, (

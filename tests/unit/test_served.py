@@ -21,7 +21,7 @@ def newest(suite: str) -> str:
 
 
 def rows(*series: str, vendor: str = "Debian") -> list[served.Served]:
-    return [served.Served(f"{name}.", name, vendor, ()) for name in series]
+    return [served.Served(f"{name}.", name, 0, vendor, ()) for name in series]
 
 
 def test_kernel_series_that_is_not_served_is_reported() -> None:

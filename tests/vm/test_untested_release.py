@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""On an untested point release, the driver compares more hits with the disk, and reports that."""
+"""The point release of the kernel decides whether the driver serves it, and how much it compares.
+
+On an untested release, the driver compares more hits with the disk, and reports that. It stays off
+on a release that is too old.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    MODULE,
     PARAMETERS,
     WHERE,
     driver_guest,
+    driver_vm,
     evict,
     growth,
     load,
@@ -39,8 +45,19 @@ def release(guest: Guest) -> str:
     return guest.sh("uname -v").split("Debian ", 1)[1].split("-", 1)[0]
 
 
-def note(guest: Guest, share: str) -> str:
-    return f"on: kernel {release(guest)} is not tested; {share} compared with the disk"
+def row_of(kernel: Kernel) -> served.Served:
+    """Returns the row of tested_kernels[] of the kernel under test."""
+    return next(row for row in served.kernels() if kernel.release.startswith(row.begins))
+
+
+def untested(kernel: Kernel) -> str:
+    """Returns a newer point release than the tested ones."""
+    row = row_of(kernel)
+    return f"{row.begins}{max(int(name.rsplit('.', 1)[1]) for name in row.releases) + 1}"
+
+
+def note(name: str, share: str) -> str:
+    return f"on: kernel {name} is not tested; {share} compared with the disk"
 
 
 def write_files(guest: Guest) -> None:
@@ -103,8 +120,9 @@ def check_share(hits: int, compared: int, every: int) -> None:
 def test_untested_kernel_release_compares_more_hits_with_the_disk(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    guest = driver_guest(session, kernel, test_module, parameters="test_untested_release=1")
-    assert state(guest) == note(guest, "one hit in 64 is")
+    name = untested(kernel)
+    guest = driver_guest(session, kernel, test_module, parameters=f"test_release={name}-1~deb12u1")
+    assert state(guest) == note(name, "one hit in 64 is")
     write_files(guest)
     read_first_hits(guest)
     hits, compared = read_again(guest)
@@ -114,10 +132,10 @@ def test_untested_kernel_release_compares_more_hits_with_the_disk(
     # A value of verify_every that the operator sets has priority, and the state shows it.
     for every in (1024, 512):
         set_parameter(guest, "verify_every", f"{every}")
-        assert state(guest) == note(guest, f"one hit in {every} is")
+        assert state(guest) == note(name, f"one hit in {every} is")
         check_share(*read_again(guest), every)
     set_parameter(guest, "verify_every", "0")
-    assert state(guest) == note(guest, "no hit is")
+    assert state(guest) == note(name, "no hit is")
     assert read_again(guest)[1] == 0
     assert stats(guest)["verify_mismatches"] == 0
 
@@ -126,10 +144,11 @@ def test_untested_kernel_release_compares_more_hits_with_the_disk(
 def test_verify_every_set_at_load_overrides_the_untested_default(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
+    name = untested(kernel)
     guest = driver_guest(
-        session, kernel, test_module, parameters="test_untested_release=1 verify_every=256"
+        session, kernel, test_module, parameters=f"test_release={name} verify_every=256"
     )
-    assert state(guest) == note(guest, "one hit in 256 is")
+    assert state(guest) == note(name, "one hit in 256 is")
     write_files(guest)
     check_share(*read_again(guest), 256)
 
@@ -142,11 +161,43 @@ def test_on_a_tested_kernel_release_one_hit_in_tested_every_is_compared(
     guest = driver_guest(session, kernel, module, parameters="")
     listed = {name for row in served.kernels() for name in row.releases}
     tested = release(guest) in listed
-    assert state(guest) == ("on" if tested else note(guest, "one hit in 64 is"))
+    assert state(guest) == ("on" if tested else note(release(guest), "one hit in 64 is"))
     write_files(guest)
     read_first_hits(guest)
     check_share(*read_again(guest), TESTED_EVERY if tested else UNTESTED_EVERY)
     # After a reload, the driver uses the list of tested releases in its sources again.
     guest.sh("umount /mnt && rmmod virtio_tmem")
     load(guest, "allow_untested=1")
-    assert state(guest) == ("on" if tested else note(guest, "one hit in 64 is"))
+    assert state(guest) == ("on" if tested else note(release(guest), "one hit in 64 is"))
+
+
+@pytest.mark.smoke
+def test_kernel_older_than_the_oldest_served_release_is_refused(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The numbers are compared, not the texts, and a text without a release is refused."""
+    row = row_of(kernel)
+    guest = driver_vm(session, kernel, test_module, None).start()
+    oldest = f"{row.begins}{row.oldest}"
+    old = [
+        f"{row.begins}{row.oldest - 1}-1~deb12u1",
+        f"{row.begins}{min(9, row.oldest - 1)}",  # as texts, "9" would be greater than "114"
+        f"{row.series}~rc7-1~exp1",
+        f"9{row.begins}{row.oldest}",
+        "custom",
+    ]
+    refused = f"is older than {oldest}; allow_untested=1"
+    for name in old:
+        guest.sh(f"insmod {MODULE} test_release={name}")
+        assert state(guest).startswith("off: kernel ") and refused in state(guest), name
+        guest.sh("rmmod virtio_tmem")
+    # The driver accepts the kernel, and is off only because there is no device.
+    for parameters in (
+        f"test_release={oldest}",
+        f"test_release={oldest}-1~deb12u1",
+        f"test_release={row.begins}1000+deb13",
+        f"allow_untested=1 test_release={old[0]}",
+    ):
+        guest.sh(f"insmod {MODULE} {parameters}")
+        assert "no device" in state(guest), parameters
+        guest.sh("rmmod virtio_tmem")
