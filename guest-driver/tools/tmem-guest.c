@@ -249,7 +249,7 @@ static void not_loaded(void)
 		return;
 	}
 	fail(EXIT_NO_DRIVER,
-	     "the module is not loaded, and there is no module for the running kernel %s: try apt install linux-headers-%s, then dkms autoinstall",
+	     "the module is not loaded, and there is no module for the running kernel %s: try apt install linux-headers-%s, then dkms autoinstall, unless the driver does not serve this series of kernels",
 	     kernel.release, kernel.release);
 }
 

@@ -6,6 +6,7 @@ scripts/check-packages installs the packages into clean systems.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import served
 from harness.kernel import Kernel
 from harness.paths import ROOT
 
@@ -53,6 +55,81 @@ def test_dkms_builds_and_installs_the_module(tmp_path: Path, kernel: Kernel) -> 
     modinfo = run(shutil.which("modinfo") or "/sbin/modinfo", str(built))
     assert re.search(rf"^version: +{re.escape(version())}$", modinfo, re.MULTILINE)
     assert f"vermagic:       {kernel.release} " in modinfo
+
+
+# Installs the headers of kernels into empty directories, which only this script sees, and runs the
+# hook that Debian's packages of headers run. The first kernel can be built for, the second one has
+# an interface that the driver does not know.
+HEADERS = """
+set -eu
+tree=$1 version=$2 good=$3 changed=$4
+for directory in /var/lib/dkms /usr/src /lib/modules; do mount -t tmpfs tmpfs $directory; done
+cp -r "$tree" "/usr/src/virtio-tmem-$version"
+add_headers() {
+	build=/lib/modules/$1/build
+	mkdir -p "$build/include"
+	printf 'CONFIG_%s=y\\n' DYNAMIC_FTRACE_WITH_ARGS KPROBES TRACEPOINTS >"$build/.config"
+	case $1 in *-rt-*) echo CONFIG_PREEMPT_RT=y >>"$build/.config" ;; esac
+	printf 'modules:\\n\\t%s\\nclean:\\n' "$2" >"$build/Makefile"
+}
+add_headers "$good" 'echo int none\\; | $(CC) -c -x c - -o $(M)/virtio_tmem.ko'
+add_headers "$changed" 'echo an interface has changed; exit 1'
+dkms add "virtio-tmem/$version"
+/etc/kernel/header_postinst.d/dkms "$good"
+dkms status -k "$good" | grep -q installed || exit 3
+/etc/kernel/header_postinst.d/dkms "$changed" || exit 4
+"""
+HOOK_FAILED = 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ("99.1.2-cloud-amd64", 0),
+        ("6.100.1-cloud-amd64", 0),
+        ("6.12.999+deb12-rt-amd64", 0),
+        ("6.12.999+deb12-cloud-amd64", HOOK_FAILED),
+    ],
+)
+def test_headers_of_a_kernel_that_is_not_served_are_installed_without_error(
+    tmp_path: Path, changed: str, status: int
+) -> None:
+    """An interface that changed in a kernel of another series does not make apt fail.
+
+    In a served series, the failed build is reported.
+    """
+    if os.geteuid():
+        pytest.skip("must run as root, to mount directories")
+    run("make", "-C", str(DRIVER), "dkms-tree", f"DEST={tmp_path}/tree")
+    modules = Path("/lib/modules")
+    missing = not modules.exists()
+    modules.mkdir(exist_ok=True)
+    try:
+        done = subprocess.run(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", HEADERS, "sh",
+             f"{tmp_path}/tree", version(), "6.12.998+deb12-cloud-amd64", changed],
+            check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        )  # fmt: skip
+    finally:
+        if missing:
+            modules.rmdir()
+    assert done.returncode == status, done.stdout
+
+
+def test_dkms_builds_for_the_served_series_only(tmp_path: Path) -> None:
+    """The list of series in dkms.conf is that of the driver's sources."""
+    run("make", "-C", str(DRIVER), "dkms-tree", f"DEST={tmp_path}")
+    conf = (tmp_path / "dkms.conf").read_text()
+    assert "@" not in conf
+    (pattern,) = re.findall(r'^BUILD_EXCLUSIVE_KERNEL="(.*)"$', conf, re.MULTILINE)
+    rows = served.kernels()
+    series = "|".join(row.series.replace(".", "[.]") for row in rows)
+    assert pattern == f"^({series})[.]"
+    for row in rows:
+        assert re.search(pattern, f"{row.begins}1-cloud-amd64")
+    for release in ("6.13.1-amd64", "16.1.1-amd64", "6.1", "6x1.2-amd64", "7.20.1-amd64"):
+        assert not re.search(pattern, release)
 
 
 def build(directory: Path, *environment: str) -> Path:
