@@ -13,6 +13,7 @@
 
 #include <linux/atomic.h>
 #include <linux/bits.h>
+#include <linux/bug.h>
 #include <linux/compiler.h>
 #include <linux/minmax.h>
 
@@ -49,6 +50,9 @@ static inline long tmem_test_limit(long bytes)
 
 	return test_bytes ? min(bytes, test_bytes) : bytes;
 }
+
+/* Reports a condition that must be true, and that only a fault of the driver makes false. */
+#define TMEM_TEST_CHECK(condition)	WARN_ON(!(condition))
 
 /* Shortest time between two requests to evict small files, which tests do not want to wait for. */
 #define TMEM_SMALL_EVICT_PERIOD	(HZ / 20)
@@ -93,6 +97,7 @@ void tmem_test_walk(unsigned int run, unsigned int searched);
 
 #define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* without TEST=1, no fault occurs */
 #define TMEM_HOLD(place)	((void)sizeof(#place))
+#define TMEM_TEST_CHECK(condition)	((void)sizeof(condition))
 #define TMEM_SMALL_EVICT_PERIOD	(2 * HZ)
 
 static inline long tmem_test_limit(long bytes)

@@ -228,23 +228,103 @@ void tmem_uncharge(long bytes)
 	local_irq_restore(flags);
 }
 
-/**
- * tmem_alone_in_node() - check whether an entry would have an XArray node of its own
- * @xa: the XArray
- * @index: place of the entry, which is not there
- *
- * A node serves 64 neighbouring entries. Its memory is charged with the first of them and uncharged
- * with the last. Entry 0 is never charged for a node, because an XArray with only entry 0, as in
- * every file of up to 64 pages, needs none. At most one node of each XArray is not charged, and no
- * node of upper levels, of which there is one for 64 nodes below.
- *
- * Return: true if the node has no other entry.
+/*
+ * Returns the entry, or the node, to which the path to entry @index leads from @node. The caller
+ * holds the lock that guards the XArray.
  */
-bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
+static void *next_on_path(struct xa_node *node, unsigned long index)
 {
-	unsigned long first = max(index & ~(XA_CHUNK_SIZE - 1UL), 1UL);
+	return rcu_dereference_protected(node->slots[index >> node->shift & XA_CHUNK_MASK], true);
+}
 
-	return index && !xa_find(xa, &first, index | (XA_CHUNK_SIZE - 1UL), XA_PRESENT);
+/**
+ * tmem_nodes_missing() - count the nodes that an XArray must allocate for an entry
+ * @xa: the XArray, whose lock the caller holds
+ * @index: place of the entry
+ *
+ * An XArray has one node for each level of the path to an entry, and each node can have 64 entries
+ * or lower nodes. Its number of levels depends on its largest index. An XArray with only entry 0
+ * has no node.
+ *
+ * Return: number of nodes, 0 if an entry can be stored without an allocation.
+ */
+unsigned int tmem_nodes_missing(struct xarray *xa, unsigned long index)
+{
+	unsigned int levels = DIV_ROUND_UP(fls64(index), XA_CHUNK_SHIFT), has = 0;
+	void *entry = rcu_dereference_protected(xa->xa_head, true);
+
+	if (!entry)
+		return levels;
+	if (xa_is_node(entry))
+		has = xa_to_node(entry)->shift / XA_CHUNK_SHIFT + 1;
+	/*
+	 * The XArray adds levels above its first node, and then needs a node for each level below
+	 * the highest one, because its old entries are in another part of the tree.
+	 */
+	if (levels > has)
+		return levels - has + levels - 1;
+	for (levels = has; levels && entry; levels--)
+		entry = next_on_path(xa_to_node(entry), index);
+	return levels;
+}
+
+/*
+ * Returns the number of nodes on the paths to entry 0 and to entry @index. Only these nodes come or
+ * go when entry @index is stored or erased: an XArray adds and removes levels at its top, on the
+ * path to entry 0.
+ */
+static unsigned int nodes_on_paths(struct xarray *xa, unsigned long index)
+{
+	void *first = rcu_dereference_protected(xa->xa_head, true), *entry = first;
+	unsigned int nodes = 0;
+
+	if (xa_is_node(entry) && index >> xa_to_node(entry)->shift > XA_CHUNK_MASK)
+		entry = NULL;
+	while (xa_is_node(first) || xa_is_node(entry)) {
+		nodes += xa_is_node(entry);
+		if (xa_is_node(first)) {
+			nodes += first != entry;
+			first = next_on_path(xa_to_node(first), 0);
+		}
+		if (xa_is_node(entry))
+			entry = next_on_path(xa_to_node(entry), index);
+	}
+	return nodes;
+}
+
+/**
+ * tmem_nodes_store() - store an entry in an XArray whose nodes are counted
+ * @xa: the XArray, whose lock the caller holds
+ * @index: place of the entry
+ * @entry: the entry
+ * @nodes: number of nodes of the XArray, which is updated. A store that fails may add nodes, too.
+ *
+ * Return: 0 or -ENOMEM.
+ */
+int tmem_nodes_store(struct xarray *xa, unsigned long index, void *entry, u32 *nodes)
+{
+	unsigned int missing = tmem_nodes_missing(xa, index);
+	int err = xa_err(__xa_store(xa, index, entry, GFP_INDEX));
+
+	*nodes += missing - tmem_nodes_missing(xa, index);
+	return err;
+}
+
+/**
+ * tmem_nodes_erase() - erase an entry of an XArray whose nodes are counted
+ * @xa: the XArray, whose lock the caller holds
+ * @index: place of the entry
+ * @nodes: number of nodes of the XArray, which is updated
+ *
+ * Return: the erased entry, or NULL.
+ */
+void *tmem_nodes_erase(struct xarray *xa, unsigned long index, u32 *nodes)
+{
+	unsigned int before = nodes_on_paths(xa, index);
+	void *entry = __xa_erase(xa, index);
+
+	*nodes -= before - nodes_on_paths(xa, index);
+	return entry;
 }
 
 static void evict_request(unsigned int request)

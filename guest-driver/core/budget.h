@@ -14,6 +14,12 @@
  */
 #define GFP_INDEX (__GFP_HIGH | __GFP_KSWAPD_RECLAIM | __GFP_NOMEMALLOC | __GFP_NOWARN)
 
+/*
+ * Memory of an XArray node in bytes: the node, and the slab allocator's link of free objects, which
+ * is behind each object of a slab cache with a constructor.
+ */
+#define TMEM_NODE_BYTES		((long)(sizeof(struct xa_node) + sizeof(void *)))
+
 extern long tmem_index_limit_bytes;
 extern long tmem_index_table_bytes;
 extern atomic_long_t tmem_index_used_bytes;
@@ -51,7 +57,9 @@ void tmem_index_budget_init(long limit_bytes, long table_bytes);
 long tmem_index_limit(void);
 bool tmem_charge(long bytes);
 void tmem_uncharge(long bytes);
-bool tmem_alone_in_node(struct xarray *xa, unsigned long index);
+unsigned int tmem_nodes_missing(struct xarray *xa, unsigned long index);
+int tmem_nodes_store(struct xarray *xa, unsigned long index, void *entry, u32 *nodes);
+void *tmem_nodes_erase(struct xarray *xa, unsigned long index, u32 *nodes);
 void tmem_evict_start(void);
 bool tmem_index_allows_small(void);
 void tmem_index_make_room(void);

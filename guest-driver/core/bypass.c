@@ -14,7 +14,7 @@
  * (hooks/marks.c).
  *
  * One word of an XArray has the marks of 32 neighbouring inode numbers, so 10,000 files of one
- * directory take about 3 KiB.
+ * directory take about 5 KiB.
  *
  * Out of scope: the decision when a mark may be cleared, which hooks/marks.c makes.
  */
@@ -32,8 +32,8 @@
 #define MARKS_PER_WORD		32
 /*
  * Marks of all pools may take the limit of the index in bytes, divided by this number. A mark takes
- * 576 bytes if no other mark has an inode number near it, because it then needs an XArray node of
- * its own.
+ * TMEM_NODE_BYTES for each level of the XArray if no other mark has an inode number near it. With
+ * inode numbers of 32 bits, the XArray has up to five levels.
  */
 #define BYPASS_DIVISOR		4
 /*
@@ -45,10 +45,11 @@
 
 struct tmem_marks {
 	/*
-	 * marks by inode number / MARKS_PER_WORD; the lock of words also guards nr and lost, and
+	 * marks by inode number / MARKS_PER_WORD; its lock also guards nr_nodes, nr and lost, and
 	 * writers of wrong, wrong_ino and wrong_index
 	 */
 	struct xarray words;
+	u32 nr_nodes;		/* nodes of words */
 	unsigned long nr;
 	unsigned long lost;	/* marks that could not be stored since the last complete sweep */
 	bool all;		/* each inode counts as marked; never cleared */
@@ -119,18 +120,10 @@ int tmem_bypass_init(struct tmem_pool *pool, struct tmem_pool *old)
  */
 void tmem_bypass_free(struct tmem_pool *pool)
 {
-	unsigned long i, node = ULONG_MAX;
-	void *word;
-
 	if (--pool->marks->pools)
 		return;
-	xa_for_each(&pool->marks->words, i, word) {
-		if (!i || i >> XA_CHUNK_SHIFT == node)
-			continue;
-		node = i >> XA_CHUNK_SHIFT;
-		charge_marks(-(long)sizeof(struct xa_node));
-	}
 	xa_destroy(&pool->marks->words);
+	charge_marks(-TMEM_NODE_BYTES * pool->marks->nr_nodes);
 	kfree(pool->marks);
 }
 
@@ -138,17 +131,20 @@ void tmem_bypass_free(struct tmem_pool *pool)
 static bool store_mark(struct tmem_marks *marks, u64 ino)
 {
 	unsigned long word = load_word(marks, ino), i = ino / MARKS_PER_WORD;
-	long bytes = 0;
+	long bytes = tmem_nodes_missing(&marks->words, i) * TMEM_NODE_BYTES;
+	u32 before = marks->nr_nodes;
+	int err;
 
 	if (word & mark_bit(ino))
 		return true;
-	if (!word && tmem_alone_in_node(&marks->words, i))
-		bytes = sizeof(struct xa_node);
 	if (atomic_long_read(&bypass_bytes) + bytes > marks_limit())
 		return false;
-	if (xa_is_err(__xa_store(&marks->words, i, xa_mk_value(word | mark_bit(ino)), GFP_INDEX)))
+	err = tmem_nodes_store(&marks->words, i, xa_mk_value(word | mark_bit(ino)),
+			       &marks->nr_nodes);
+	if (marks->nr_nodes != before)
+		charge_marks((marks->nr_nodes - before) * TMEM_NODE_BYTES);
+	if (err)
 		return false;
-	charge_marks(bytes);
 	WRITE_ONCE(marks->nr, marks->nr + 1);
 	return true;
 }
@@ -219,10 +215,12 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers)
 {
 	struct tmem_marks *marks = pool->marks;
 	unsigned long flags, word, i = ino / MARKS_PER_WORD;
+	u32 before;
 
 	if (!READ_ONCE(marks->nr))
 		return;
 	xa_lock_irqsave(&marks->words, flags);
+	before = marks->nr_nodes;
 	word = load_word(marks, ino);
 	if (!(word & mark_bit(ino)) || (writers && atomic_read(writers) > 0))
 		goto unlock;
@@ -231,9 +229,9 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers)
 		/* This cannot fail: storing a value over an old one allocates no memory. */
 		__xa_store(&marks->words, i, xa_mk_value(word), 0);
 	} else {
-		__xa_erase(&marks->words, i);
-		if (tmem_alone_in_node(&marks->words, i))
-			charge_marks(-(long)sizeof(struct xa_node));
+		tmem_nodes_erase(&marks->words, i, &marks->nr_nodes);
+		if (marks->nr_nodes != before)
+			charge_marks(-TMEM_NODE_BYTES * (before - marks->nr_nodes));
 	}
 	WRITE_ONCE(marks->nr, marks->nr - 1);
 unlock:

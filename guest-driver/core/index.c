@@ -707,6 +707,7 @@ int tmem_index_init(void)
 void tmem_index_exit(void)
 {
 	flush_work(&free_detached);
+	TMEM_TEST_CHECK(tmem_index_bytes() == tmem_index_table_bytes);
 	tmem_leaf_exit();
 	kvfree(tmem_buckets);
 }

@@ -130,6 +130,7 @@ static struct object *new_object(enum tmem_class class)
 		return object;
 	if (class == TMEM_OBJECT_TREE) {
 		WRITE_ONCE(object->tree.class, class);
+		object->tree.nr_nodes = 0;
 		object->tree.nr_pages = 0;
 		object->tree.nr_retained = 0;
 		xa_init(&object->tree.leaves);
@@ -159,8 +160,10 @@ void tmem_object_release(struct object *object)
 	/*
 	 * Free nodes of the tree, too: a store that found no memory may leave empty nodes behind.
 	 */
-	if (!object_is_small(object))
+	if (!object_is_small(object)) {
 		xa_destroy(&object->tree.leaves);
+		tmem_uncharge(object->tree.nr_nodes * TMEM_NODE_BYTES);
+	}
 	class_free(object->small.class, object);
 }
 
@@ -171,26 +174,33 @@ static struct leaf *new_leaf(struct object *object, unsigned long nr, enum tmem_
 			     struct leaf *old)
 {
 	struct xarray *leaves = &object->tree.leaves;
-	long node = tmem_alone_in_node(leaves, nr) ? sizeof(struct xa_node) : 0;
-	struct leaf *leaf = class_alloc(class, node);
+	unsigned int charged = tmem_nodes_missing(leaves, nr);
+	struct leaf *leaf = class_alloc(class, charged * TMEM_NODE_BYTES);
+	u32 before = object->tree.nr_nodes;
+	int err;
 
 	if (IS_ERR(leaf))
 		return leaf;
 	fill_leaf(leaf, class, old);
-	if (xa_is_err(xa_store(leaves, nr, leaf, GFP_INDEX))) {
-		class_free(class, leaf);
-		tmem_uncharge(node);
-		return ERR_PTR(-ENOMEM);
-	}
-	return leaf;
+	xa_lock(leaves);
+	err = tmem_nodes_store(leaves, nr, leaf, &object->tree.nr_nodes);
+	xa_unlock(leaves);
+	if (!err)
+		return leaf;
+	class_free(class, leaf);
+	tmem_uncharge((charged - (object->tree.nr_nodes - before)) * TMEM_NODE_BYTES);
+	return ERR_PTR(err);
 }
 
 /* Takes an empty leaf out of its tree, and frees it. */
 static void remove_leaf(struct object *object, unsigned long nr, struct leaf *leaf)
 {
-	xa_erase(&object->tree.leaves, nr);
-	if (tmem_alone_in_node(&object->tree.leaves, nr))
-		tmem_uncharge(sizeof(struct xa_node));
+	u32 before = object->tree.nr_nodes;
+
+	xa_lock(&object->tree.leaves);
+	tmem_nodes_erase(&object->tree.leaves, nr, &object->tree.nr_nodes);
+	xa_unlock(&object->tree.leaves);
+	tmem_uncharge((before - object->tree.nr_nodes) * TMEM_NODE_BYTES);
 	class_free(leaf->class, leaf);
 }
 
@@ -366,18 +376,13 @@ void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask)
  */
 void tmem_leaf_free_all(struct object *object)
 {
-	unsigned long i, node = ULONG_MAX;
 	struct leaf *leaf;
+	unsigned long i;
 
 	if (object_is_small(object))
 		return;
-	xa_for_each(&object->tree.leaves, i, leaf) {
-		if (i && i >> XA_CHUNK_SHIFT != node) {
-			node = i >> XA_CHUNK_SHIFT;
-			tmem_uncharge(sizeof(struct xa_node));
-		}
+	xa_for_each(&object->tree.leaves, i, leaf)
 		class_free(leaf->class, leaf);
-	}
 }
 
 /**
@@ -391,7 +396,7 @@ int tmem_leaf_init(void)
 
 	BUILD_BUG_ON(OBJECT_BYTES(1) != 48);
 	BUILD_BUG_ON(LEAF_BYTES(LEAF_PAGES) + TMEM_SLAB_LINK +
-		     DIV_ROUND_UP(sizeof(struct xa_node), XA_CHUNK_SIZE) >
+		     DIV_ROUND_UP(TMEM_NODE_BYTES, XA_CHUNK_SIZE) >
 		     LEAF_PAGES * TMEM_INDEX_PAGE_BYTES);
 	for (i = 0; i < NR_TMEM_CLASSES; i++) {
 		/*

@@ -76,6 +76,7 @@ struct object {
 		struct leaf small;
 		struct {
 			u8 class;	/* TMEM_OBJECT_TREE; at the same offset as small.class */
+			u32 nr_nodes;	/* nodes of leaves */
 			unsigned long nr_pages;
 			unsigned long nr_retained;	/* how many of nr_pages are retained */
 			struct xarray leaves;

@@ -16,18 +16,20 @@
 
 /*
  * Maximum number of files with a policy in one file system. Policies of this many neighbouring
- * inode numbers, as in one directory, take about 576 KiB.
+ * inode numbers, as in one directory, take about 600 KiB.
  */
 #define POLICIES_MAX		65536
 /*
  * Policies of all pools may take the limit of the index in bytes, divided by this number. A policy
- * takes 576 bytes if no other policy has an inode number near it, because it then needs an XArray
- * node of its own.
+ * takes TMEM_NODE_BYTES for each level of the XArray if no other policy has an inode number near
+ * it. With inode numbers of 32 bits, the XArray has up to six levels.
  */
 #define POLICY_DIVISOR		8
 
 struct tmem_policies {
-	struct xarray never;	/* generations of inodes with a policy, by inode number */
+	/* generations of inodes with a policy, by inode number; its lock also guards nr_nodes */
+	struct xarray never;
+	u32 nr_nodes;		/* nodes of never */
 	unsigned int nr;	/* number of policies; written under the lock of never */
 	unsigned int pools;	/* pools that share the policies: two while one replaces another */
 };
@@ -79,18 +81,10 @@ int tmem_policy_init(struct tmem_pool *pool, struct tmem_pool *old)
  */
 void tmem_policy_free(struct tmem_pool *pool)
 {
-	unsigned long i, node = ULONG_MAX;
-	void *mark;
-
 	if (--pool->policies->pools)
 		return;
-	xa_for_each(&pool->policies->never, i, mark) {
-		if (!i || i >> XA_CHUNK_SHIFT == node)
-			continue;
-		node = i >> XA_CHUNK_SHIFT;
-		charge(-(long)sizeof(struct xa_node));
-	}
 	xa_destroy(&pool->policies->never);
+	charge(-TMEM_NODE_BYTES * pool->policies->nr_nodes);
 	kfree(pool->policies);
 }
 
@@ -119,14 +113,15 @@ void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
 {
 	struct tmem_policies *policies = pool->policies;
 	unsigned long flags;
+	u32 before;
 
 	if (!READ_ONCE(policies->nr))
 		return;
 	xa_lock_irqsave(&policies->never, flags);
-	if (__xa_erase(&policies->never, ino)) {
+	before = policies->nr_nodes;
+	if (tmem_nodes_erase(&policies->never, ino, &policies->nr_nodes)) {
 		WRITE_ONCE(policies->nr, policies->nr - 1);
-		if (tmem_alone_in_node(&policies->never, ino))
-			charge(-(long)sizeof(struct xa_node));
+		charge(-TMEM_NODE_BYTES * (before - policies->nr_nodes));
 	}
 	xa_unlock_irqrestore(&policies->never, flags);
 }
@@ -145,23 +140,20 @@ int tmem_policy_forbid(const struct tmem_key *key)
 {
 	struct tmem_policies *policies = key->pool->policies;
 	unsigned long flags;
-	long bytes = 0;
-	int err = 0;
+	int err = -ENOSPC;
+	u32 before;
 	bool fresh;
 
 	xa_lock_irqsave(&policies->never, flags);
+	before = policies->nr_nodes;
 	fresh = !xa_load(&policies->never, key->ino);
-	if (fresh && tmem_alone_in_node(&policies->never, key->ino))
-		bytes = sizeof(struct xa_node);
-	if (fresh && (policies->nr >= POLICIES_MAX || !room_for(bytes)))
-		err = -ENOSPC;
-	else
-		err = xa_err(__xa_store(&policies->never, key->ino, xa_mk_value(key->igen),
-					GFP_INDEX));
-	if (!err && fresh) {
+	if (!fresh || (policies->nr < POLICIES_MAX &&
+		       room_for(tmem_nodes_missing(&policies->never, key->ino) * TMEM_NODE_BYTES)))
+		err = tmem_nodes_store(&policies->never, key->ino, xa_mk_value(key->igen),
+				       &policies->nr_nodes);
+	charge((policies->nr_nodes - before) * TMEM_NODE_BYTES);
+	if (!err && fresh)
 		WRITE_ONCE(policies->nr, policies->nr + 1);
-		charge(bytes);
-	}
 	xa_unlock_irqrestore(&policies->never, flags);
 	if (!err)
 		tmem_index_make_room();

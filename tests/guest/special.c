@@ -19,6 +19,8 @@
  * - special zero FILE OFFSET BYTES: zeroes a range by fallocate(), and prints "failed: " and the
  *   error if that fails
  * - special direct DIR COUNT: makes COUNT files with one direct write each
+ * - special sparse DIR COUNT: makes COUNT files of the largest size, which consist of a hole, and
+ *   reads their first and their last page
  * - special tables DIR COUNT: makes these files as "direct" does, prints "ready", and keeps them
  * open
  * - special shutdown DIR: shuts the ext4 or xfs at DIR down by force, without writing its log
@@ -34,6 +36,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <linux/fs.h>
 #include <linux/fiemap.h>
 #include <linux/fscrypt.h>
@@ -366,6 +369,33 @@ static int direct(const char *dir, unsigned long count, bool keep)
 	return 0;
 }
 
+static int sparse(const char *dir, unsigned long count)
+{
+	off_t size = LLONG_MAX / 2 + 1;
+	char path[256], page[PAGE];
+	unsigned long i;
+	int fd;
+
+	for (i = 0; i < count; i++) {
+		snprintf(path, sizeof(path), "%s/sparse%lu", dir, i);
+		fd = open(path, O_RDWR | O_CREAT, 0600);
+		if (fd < 0)
+			return fail(path);
+		/* The largest size of ext4 is a power of two of bytes, less a block. */
+		while (ftruncate(fd, size - PAGE)) {
+			if (errno != EFBIG || size <= (off_t)PAGE)
+				return fail("ftruncate");
+			size /= 2;
+		}
+		if (posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM) ||
+		    pread(fd, page, PAGE, 0) != (ssize_t)PAGE ||
+		    pread(fd, page, PAGE, size - 2 * PAGE) != (ssize_t)PAGE)
+			return fail(path);
+		close(fd);
+	}
+	return 0;
+}
+
 static int shut_down(const char *dir)
 {
 	uint32_t flags = GOING_FLAGS_NOLOGFLUSH;
@@ -507,6 +537,8 @@ int main(int argc, char **argv)
 		return zero(argv[2], strtol(argv[3], NULL, 0), strtol(argv[4], NULL, 0));
 	if (argc == 4 && !strcmp(argv[1], "direct"))
 		return direct(argv[2], strtoul(argv[3], NULL, 0), false);
+	if (argc == 4 && !strcmp(argv[1], "sparse"))
+		return sparse(argv[2], strtoul(argv[3], NULL, 0));
 	if (argc == 4 && !strcmp(argv[1], "tables"))
 		return direct(argv[2], strtoul(argv[3], NULL, 0), true);
 	if (argc == 3 && !strcmp(argv[1], "shutdown"))

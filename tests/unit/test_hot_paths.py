@@ -54,6 +54,8 @@ RARE = {
 
 # Shared writes by function. The text says how often they happen, or which processors share them.
 ALLOWED = {
+    ("new_leaf", "xa_lock(leaves)"): "up to 64 pages of one inode",
+    ("remove_leaf", "xa_lock(&object->tree.leaves)"): "up to 64 pages of one inode",
     ("reserve", "spin_lock(&queue->ring_lock)"): "each put, of one queue",
     ("take_block", "spin_lock(&dev->block_lock)"): "each 8 puts of a queue",
     ("take_block", "dev->first_free"): "under block_lock",

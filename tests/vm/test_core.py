@@ -29,6 +29,7 @@ from driver import (
     is_on,
     limit_index,
     load,
+    programs,
     set_parameter,
     settle,
     start_daemon,
@@ -550,6 +551,67 @@ def test_file_costs_the_documented_index_bytes(
     assert guest.read("/sys/kernel/slab/tmem_object_2/slab_size") == str(
         FILE_INDEX_BYTES[2][0] + link
     )
+
+
+def slab_use(guest: Guest, prefix: str) -> int:
+    """Returns the bytes of the used objects in the slab caches whose names begin with `prefix`."""
+    lines = guest.sh(f"grep ^{prefix} /proc/slabinfo").splitlines()
+    return sum(int(line.split()[1]) * int(line.split()[3]) for line in lines)
+
+
+# Number of files with a hole of the largest size. Each takes nine XArray nodes of the index.
+SPARSE_FILES = 800
+# Share of the slabs' growth that may differ from the bytes that the driver counts: objects that the
+# slab allocator keeps for each processor, and nodes of the page cache.
+SLAB_DIFFERENCE = 0.05
+
+
+def test_index_counts_all_xarray_nodes_of_sparse_files(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The counted memory of the index equals that of the slabs, so its limit holds.
+
+    The first and the last page of a large file are in different subtrees of an XArray, which has a
+    node for each level.
+    """
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        parameters="verify_every=0 admission=off",
+        memory_bytes=1024 * MIB,
+        files=programs("/bin/special"),
+    )
+    table = stats(guest)["index_bytes"]
+
+    def used() -> int:
+        # Dropping inodes frees the nodes of their page cache, which come from the same slab cache.
+        guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches; sleep 0.2", 120)
+        settle(guest)
+        return slab_use(guest, "tmem_") + slab_use(guest, "radix_tree_node")
+
+    def make(directory: str) -> tuple[int, int]:
+        """Returns the growth of the slabs and of the counted memory for a directory of files."""
+        guest.sh(f"mkdir {directory}")
+        slabs, counted = used(), stats(guest)["index_bytes"]
+        guest.sh(f"/bin/special sparse {directory} {SPARSE_FILES}", 300)
+        return used() - slabs, stats(guest)["index_bytes"] - counted
+
+    slabs, counted = make("/mnt/all")
+    print(f"slabs grew by {slabs} bytes, the counted memory by {counted}")
+    assert counted > SPARSE_FILES * 9 * 576
+    assert abs(slabs - counted) < SLAB_DIFFERENCE * slabs
+
+    limit = counted // 2
+    assert limit_index(guest, limit) == table
+    slabs, counted = make("/mnt/some")
+    print(f"with a limit of {limit}: slabs grew by {slabs} bytes, the counted memory by {counted}")
+    assert limit // 2 < counted <= limit
+    assert slabs < limit * (1 + 2 * SLAB_DIFFERENCE)
+
+    guest.sh("umount /mnt", 60)
+    until(lambda: stats(guest)["index_bytes"] == table, 10, "the index has released all its memory")
+    guest.sh("rmmod virtio_tmem", 60)  # a module for tests reports memory that stays counted
 
 
 def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[str]:
