@@ -54,6 +54,10 @@ static inline long tmem_test_limit(long bytes)
 /* Reports a condition that must be true, and that only a fault of the driver makes false. */
 #define TMEM_TEST_CHECK(condition)	WARN_ON(!(condition))
 
+/* TMEM_TEST_COUNT(what) - add one to the parameter test_<what>; calls are not concurrent */
+#define TMEM_TEST_COUNT(what)	WRITE_ONCE(tmem_test_##what, tmem_test_##what + 1)
+extern unsigned int tmem_test_sweeps;
+
 /* Shortest time between two requests to evict small files, which tests do not want to wait for. */
 #define TMEM_SMALL_EVICT_PERIOD	(HZ / 20)
 
@@ -98,6 +102,7 @@ void tmem_test_walk(unsigned int run, unsigned int searched);
 #define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* without TEST=1, no fault occurs */
 #define TMEM_HOLD(place)	((void)sizeof(#place))
 #define TMEM_TEST_CHECK(condition)	((void)sizeof(condition))
+#define TMEM_TEST_COUNT(what)	((void)sizeof(#what))
 #define TMEM_SMALL_EVICT_PERIOD	(2 * HZ)
 
 static inline long tmem_test_limit(long bytes)

@@ -62,17 +62,20 @@ bool tmem_online(void);
 struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old);
 /*
  * Empties a pool. Process context. Gets no longer find pages that were put before. The pool and its
- * marks stay. The pool takes new puts at once, unless the caller has stopped them.
+ * marks stay. The pool takes new puts at once, unless the caller has stopped them. The memory of
+ * the entries is freed in the background.
  */
 void tmem_pool_empty(struct tmem_pool *pool);
 /*
- * Returns the number of held pages of a pool, which it counts in a walk through the index. Process
- * context.
+ * Waits until the memory of emptied and removed pools is free. Process context. The wait may take
+ * tenths of a second, so the caller holds no lock.
  */
+void tmem_pools_wait_emptied(void);
+/* Returns the number of entries of a pool, held and retained. Any context. */
 unsigned long tmem_pool_pages(struct tmem_pool *pool);
 /*
- * Removes a pool with all its pages. The host frees its memory later. No other call with this pool
- * may be running.
+ * Removes a pool with all its pages. The memory of its entries is freed in the background, and the
+ * host frees its memory later. No other call with this pool may be running.
  */
 void tmem_pool_free(struct tmem_pool *pool);
 
@@ -105,10 +108,13 @@ void tmem_put_end(void);
 
 /*
  * Erases the entries of pages first .. last, both included. Any context but NMI. The cost is
- * proportional to the number of entries in the range.
+ * proportional to the number of entries in the range, so the range is that of a folio.
  */
 void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
 		     enum tmem_inval why);
+/* Erases the entries of a range of any length. Process context; may reschedule. */
+void tmem_invalidate_range(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
+			   enum tmem_inval why);
 /* Erases all entries of an inode in O(1). */
 void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why);
 
@@ -120,6 +126,9 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
  * whether the memory for marks runs short or a mark was lost. The caller then requests a sweep,
  * which clears marks that are no longer needed (hooks/marks.c). The inode's entries stay. If the
  * caller's operation changes the file, the caller erases them afterwards.
+ *
+ * tmem_is_bypassed() returns whether no put is taken for an inode. tmem_is_marked() returns whether
+ * the inode has a mark that is not lost.
  *
  * tmem_unbypass() clears a mark, unless @writers, the inode's i_writecount, is given and above 0.
  *
@@ -134,6 +143,7 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
  */
 bool tmem_bypass(struct tmem_pool *pool, u64 ino);
 bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino);
+bool tmem_is_marked(struct tmem_pool *pool, u64 ino);
 void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers);
 unsigned long tmem_bypass_lost(const struct tmem_pool *pool);
 void tmem_bypass_all(struct tmem_pool *pool);

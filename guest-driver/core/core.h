@@ -387,6 +387,7 @@ struct tmem_dev {
 	struct workqueue_struct *wq;	/* ordered: sync and report works never run together */
 	struct work_struct sync_work;
 	struct delayed_work report_work;
+	u64 pools_generation;		/* generation in which the device may have pools, or 0 */
 	u64 latencies_refused;		/* generation in which the backend refused LATENCIES */
 	const char *reset_reason;	/* why the device should be reset, or NULL; set once */
 	/*
@@ -445,7 +446,6 @@ void tmem_index_forget(u32 bucket, u64 object, pgoff_t index, u64 mask);
 bool tmem_index_retained(const struct tmem_key *key, pgoff_t index);
 int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct tmem_where *where,
 		    u64 *offset);
-unsigned long tmem_index_pool_pages(u32 id);
 bool tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
 
 /* implemented in bypass.c */
@@ -455,12 +455,13 @@ void tmem_bypass_free(struct tmem_pool *pool);
 /* implemented in evict.c */
 void tmem_evict_init(void);
 void tmem_evict_exit(void);
+void tmem_index_sweep_start(void);
 void tmem_index_sweep(void);
-void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why);
 
 /* implemented in pool_id.c */
 int tmem_pool_set_id(struct tmem_pool *pool, u32 id);
 void tmem_pool_clear_id(struct tmem_pool *pool);
+void tmem_pool_add_pages(u32 id, long pages);
 const char *tmem_pool_name(u32 id);
 bool tmem_pool_live(u32 id);
 void tmem_pool_ids_exit(void);
@@ -475,6 +476,8 @@ struct tmem_pool {
 	 */
 	u32 serial;
 	u32 id;				/* id at the host, or 0; puts read it under a bucket lock */
+	/* entries made with this id on a CPU minus entries erased on it */
+	long __percpu *nr_pages;
 	/*
 	 * former id; the sync work destroys the pool with this id at the host, if it exists there
 	 */
@@ -485,7 +488,11 @@ struct tmem_pool {
 	struct rcu_head rcu;
 };
 
+/* Number of pools in tmem_pools_freed; written under tmem_pools_lock. */
+extern unsigned int tmem_pools_nr_freed;
+
 void tmem_pools_device(bool present);
+void tmem_pools_gone(void);
 void tmem_pools_forget(void);
 int tmem_pools_create(struct tmem_dev *dev, u64 generation);
 void tmem_pools_exit(void);

@@ -37,6 +37,7 @@ void tmem_object_free_empty(struct bucket *bucket, struct object *object);
 static inline void uncount_object(const struct object *object)
 {
 	tmem_index_add_pages(-(long)object_pages(object));
+	tmem_pool_add_pages(object->pool, -(long)object_pages(object));
 	tmem_index_add_retained(-(long)object_retained(object));
 }
 

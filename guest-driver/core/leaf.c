@@ -110,6 +110,7 @@ static void count_pages(struct object *object, long pages)
 	if (!object_is_small(object))
 		object->tree.nr_pages += pages;
 	tmem_index_add_pages(pages);
+	tmem_pool_add_pages(object->pool, pages);
 }
 
 /* Adds to the number of retained entries of an object. */
@@ -196,10 +197,12 @@ static struct leaf *new_leaf(struct object *object, unsigned long nr, enum tmem_
 static void remove_leaf(struct object *object, unsigned long nr, struct leaf *leaf)
 {
 	u32 before = object->tree.nr_nodes;
+	unsigned long flags;
 
-	xa_lock(&object->tree.leaves);
+	/* Interrupts are enabled if the caller owns the object. */
+	xa_lock_irqsave(&object->tree.leaves, flags);
 	tmem_nodes_erase(&object->tree.leaves, nr, &object->tree.nr_nodes);
-	xa_unlock(&object->tree.leaves);
+	xa_unlock_irqrestore(&object->tree.leaves, flags);
 	tmem_uncharge((before - object->tree.nr_nodes) * TMEM_NODE_BYTES);
 	class_free(leaf->class, leaf);
 }
@@ -371,8 +374,12 @@ void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask)
 
 /**
  * tmem_leaf_free_all() - free all leaves of an object's tree
- * @object: the object, which can no longer be found. Its tree then contains freed leaves, so the
- *   caller may only release the object.
+ * @object: the object, which can no longer be found
+ *
+ * The function takes each leaf out of the tree, so that it enables interrupts after each leaf.
+ * xa_destroy() would free all nodes of the tree with interrupts off.
+ *
+ * Context: process, may sleep.
  */
 void tmem_leaf_free_all(struct object *object)
 {
@@ -381,8 +388,10 @@ void tmem_leaf_free_all(struct object *object)
 
 	if (object_is_small(object))
 		return;
-	xa_for_each(&object->tree.leaves, i, leaf)
-		class_free(leaf->class, leaf);
+	xa_for_each(&object->tree.leaves, i, leaf) {
+		remove_leaf(object, i, leaf);
+		cond_resched();
+	}
 }
 
 /**

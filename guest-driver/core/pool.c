@@ -6,9 +6,18 @@
  * A pool's id is nonzero only after the device has confirmed its creation. tmem_pool_new() and
  * tmem_pool_free() never wait for the device; the sync work sends the requests.
  */
+#include <linux/percpu.h>
 #include <linux/slab.h>
 
+#include "../trace.h"
 #include "core.h"
+
+/*
+ * Maximum number of pools that the hooks have freed and that the host has not yet destroyed. If a
+ * host does not answer while file systems are mounted and unmounted, further ones are not cached
+ * until it answers.
+ */
+#define POOLS_FREED_MAX		1024
 
 static DEFINE_MUTEX(tmem_pools_lock);
 static LIST_HEAD(tmem_pools);
@@ -16,6 +25,7 @@ static LIST_HEAD(tmem_pools);
 static LIST_HEAD(tmem_pools_freed);
 /* True while there is a device whose sync work handles tmem_pools_freed. */
 static bool have_device;
+unsigned int tmem_pools_nr_freed;
 static u32 last_serial;
 static u32 last_id;
 
@@ -26,7 +36,7 @@ static u32 last_id;
  *
  * Context: process, may sleep. The driver takes puts for the pool once the device has confirmed it.
  *
- * Return: the pool, or NULL if there is no memory.
+ * Return: the pool, or NULL if there is no memory or POOLS_FREED_MAX is reached.
  */
 struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
 {
@@ -35,32 +45,50 @@ struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
 	if (!pool)
 		return NULL;
 	strscpy(pool->name, name, sizeof(pool->name));
+	pool->nr_pages = alloc_percpu(long);
 	mutex_lock(&tmem_pools_lock);
+	if (!pool->nr_pages || tmem_pools_nr_freed >= POOLS_FREED_MAX)
+		goto fail;
 	if (tmem_policy_init(pool, old))
-		goto nomem;
+		goto fail;
 	if (tmem_bypass_init(pool, old)) {
 		tmem_policy_free(pool);
-		goto nomem;
+		goto fail;
 	}
 	pool->serial = ++last_serial;
 	list_add_tail(&pool->list, &tmem_pools);
 	mutex_unlock(&tmem_pools_lock);
 	tmem_dev_resync_any(false);
 	return pool;
-nomem:
+fail:
 	mutex_unlock(&tmem_pools_lock);
+	free_percpu(pool->nr_pages);
 	kfree(pool);
 	return NULL;
+}
+
+static void free_rcu(struct rcu_head *rcu)
+{
+	struct tmem_pool *pool = container_of(rcu, struct tmem_pool, rcu);
+
+	free_percpu(pool->nr_pages);
+	kfree(pool);
+}
+
+/* Frees a pool of tmem_pools_freed when no RCU reader uses it any more. */
+static void release(struct tmem_pool *pool)
+{
+	list_del(&pool->list);
+	tmem_pools_nr_freed--;
+	call_rcu(&pool->rcu, free_rcu);
 }
 
 static void release_freed(void)
 {
 	struct tmem_pool *pool, *next;
 
-	list_for_each_entry_safe(pool, next, &tmem_pools_freed, list) {
-		list_del(&pool->list);
-		kfree_rcu(pool, rcu);
-	}
+	list_for_each_entry_safe(pool, next, &tmem_pools_freed, list)
+		release(pool);
 }
 
 /**
@@ -76,31 +104,59 @@ void tmem_pools_device(bool present)
 	mutex_unlock(&tmem_pools_lock);
 }
 
-static void retire_id(struct tmem_pool *pool)
+/**
+ * tmem_pools_gone() - record that the device has no pool, because its generation is over
+ *
+ * Context: the sync work only, which is the only code that frees pools while there is a device.
+ */
+void tmem_pools_gone(void)
 {
+	struct tmem_pool *pool;
+
+	mutex_lock(&tmem_pools_lock);
+	release_freed();
+	list_for_each_entry(pool, &tmem_pools, list)
+		pool->retired_id = 0;
+	mutex_unlock(&tmem_pools_lock);
+}
+
+/*
+ * Takes the id of a pool away, which makes its entries unreachable, and counts them as erased for
+ * the reason @why. Returns their number. A later sweep of the index frees their memory.
+ */
+static unsigned long retire_id(struct tmem_pool *pool, enum tmem_inval why)
+{
+	unsigned long pages;
+
 	if (!pool->id)
-		return;
+		return 0;
+	pages = tmem_pool_pages(pool);
 	pool->retired_id = pool->id;
 	tmem_pool_clear_id(pool);
+	tmem_count_inval(why, pages);
+	if (pages)
+		trace_tmem_invalidate(pool->name, 0, 0, TMEM_INDEX_MAX, pages,
+				      tmem_inval_name(why));
+	return pages;
 }
 
 /**
  * tmem_pool_free() - remove the pool of a file system, with all its pages
  * @pool: the pool, which no other call may be using
  *
+ * The memory of the pool's entries is freed in the background. The pool gets no new entries any
+ * more, so a sweep is not needed if the pool has none.
+ *
  * Context: process, may sleep, but does not wait for the device.
  */
 void tmem_pool_free(struct tmem_pool *pool)
 {
-	u32 id;
-
 	mutex_lock(&tmem_pools_lock);
-	id = pool->id;
-	retire_id(pool);
+	if (retire_id(pool, TMEM_INVAL_UNMOUNT))
+		tmem_index_sweep_start();
 	pool->freed = true;
 	list_move_tail(&pool->list, &tmem_pools_freed);
-	if (id)
-		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_UNMOUNT);
+	tmem_pools_nr_freed++;
 	tmem_bypass_free(pool);
 	tmem_policy_free(pool);
 	if (!have_device)
@@ -114,37 +170,28 @@ void tmem_pool_free(struct tmem_pool *pool)
  * @pool: the pool, which other calls may be using
  *
  * Without its id, no entry of the pool is reachable. The sync work later destroys the old id, which
- * makes the host free the pages, and gives the pool a new id. tmem_pools_forget() empties all
- * pools.
+ * makes the host free the pages, and gives the pool a new id. The guest's memory of the entries is
+ * freed in the background. tmem_pools_forget() empties all pools.
  *
  * Context: process, may sleep, but does not wait for the device.
  */
 void tmem_pool_empty(struct tmem_pool *pool)
 {
-	u32 id;
-
 	mutex_lock(&tmem_pools_lock);
-	id = pool->id;
-	retire_id(pool);
-	if (id)
-		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_OFF);
+	retire_id(pool, TMEM_INVAL_OFF);
+	tmem_index_sweep_start();
 	mutex_unlock(&tmem_pools_lock);
 	tmem_dev_resync_any(false);
 }
 
 /**
- * tmem_pool_pages() - count the pages that the pool of a file system holds
- * @pool: the pool
+ * tmem_pools_wait_emptied() - wait until the memory of emptied and freed pools is free
  *
- * Context: process, may sleep; walks through the index.
- *
- * Return: number of pages.
+ * Context: process, sleeps until a walk through the index is complete.
  */
-unsigned long tmem_pool_pages(struct tmem_pool *pool)
+void tmem_pools_wait_emptied(void)
 {
-	u32 id = READ_ONCE(pool->id);
-
-	return id ? tmem_index_pool_pages(id) : 0;
+	tmem_index_sweep();
 }
 
 /**
@@ -158,7 +205,7 @@ void tmem_pools_forget(void)
 
 	mutex_lock(&tmem_pools_lock);
 	list_for_each_entry(pool, &tmem_pools, list)
-		retire_id(pool);
+		retire_id(pool, TMEM_INVAL_GENERATION);
 	mutex_unlock(&tmem_pools_lock);
 }
 
@@ -205,10 +252,8 @@ static int destroy_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *p
 	if (err && err != -ENOENT)
 		return err;
 	pool->retired_id = 0;
-	if (pool->freed) {
-		list_del(&pool->list);
-		kfree_rcu(pool, rcu);
-	}
+	if (pool->freed)
+		release(pool);
 	return 0;
 }
 
@@ -230,6 +275,8 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 	pool->retired_id = id;
 	mutex_unlock(&tmem_pools_lock);
 	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id);
+	/* Wait for puts and erasures that count entries with the last id of the pool. */
+	synchronize_rcu_expedited();
 	mutex_lock(&tmem_pools_lock);
 	if (err == -ENOSPC)
 		pool->retired_id = 0;
@@ -282,4 +329,5 @@ void tmem_pools_exit(void)
 {
 	WARN_ON(!list_empty(&tmem_pools));
 	tmem_pool_ids_exit();
+	rcu_barrier();	/* wait for free_rcu(), which is code of this module */
 }

@@ -4,13 +4,16 @@
  * id of their pool. An id is in this table while puts and gets use it. pool.c decides when a pool
  * gets an id and when it loses it.
  */
+#include <linux/percpu.h>
+
 #include "core.h"
 
 static DEFINE_XARRAY(tmem_pools_live);
 
 /**
  * tmem_pool_set_id() - give a pool the id that the device has confirmed
- * @pool: the pool, which has no id
+ * @pool: the pool, which has no id. The caller has waited for an RCU grace period since the pool
+ *   lost its last one.
  * @id: an id that was never used before
  *
  * Context: process, under tmem_pools_lock.
@@ -19,8 +22,11 @@ static DEFINE_XARRAY(tmem_pools_live);
  */
 int tmem_pool_set_id(struct tmem_pool *pool, u32 id)
 {
-	int err = xa_err(xa_store(&tmem_pools_live, id, pool, GFP_KERNEL));
+	int cpu, err;
 
+	for_each_possible_cpu(cpu)
+		WRITE_ONCE(*per_cpu_ptr(pool->nr_pages, cpu), 0);
+	err = xa_err(xa_store(&tmem_pools_live, id, pool, GFP_KERNEL));
 	if (!err)
 		WRITE_ONCE(pool->id, id);
 	return err;
@@ -47,6 +53,46 @@ void tmem_pool_clear_id(struct tmem_pool *pool)
 bool tmem_pool_live(u32 id)
 {
 	return xa_load(&tmem_pools_live, id);
+}
+
+/**
+ * tmem_pool_add_pages() - add to the number of a pool's entries
+ * @id: pool id. If it is no longer in use, nothing is counted.
+ * @pages: number of entries, which may be negative
+ *
+ * Context: any but NMI; the caller holds a spinlock with interrupts off, or owns the object of the
+ * entries.
+ */
+void tmem_pool_add_pages(u32 id, long pages)
+{
+	struct tmem_pool *pool;
+
+	rcu_read_lock();
+	pool = xa_load(&tmem_pools_live, id);
+	if (pool)
+		this_cpu_add(*pool->nr_pages, pages);
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_pool_pages() - return the number of a pool's entries, held and retained
+ * @pool: the pool
+ *
+ * Context: any.
+ *
+ * Return: number of pages. It is exact while nothing is entered or erased. If entries are only
+ * erased, 0 means that none is left.
+ */
+unsigned long tmem_pool_pages(struct tmem_pool *pool)
+{
+	long pages = 0;
+	int cpu;
+
+	if (!READ_ONCE(pool->id))
+		return 0;
+	for_each_possible_cpu(cpu)
+		pages += READ_ONCE(*per_cpu_ptr(pool->nr_pages, cpu));
+	return max(pages, 0L);
 }
 
 /**

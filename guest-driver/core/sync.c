@@ -86,6 +86,14 @@ static void sync_work_fn(struct work_struct *work)
 		tmem_index_sweep();
 		tmem_dev_report(dev);
 	}
+	/*
+	 * The pools of another generation do not exist any more. While there is no generation,
+	 * release the pools that were freed since the last run.
+	 */
+	if (!why && (!generation || generation != dev->pools_generation)) {
+		dev->pools_generation = generation;
+		tmem_pools_gone();
+	}
 	if (!generation) {
 		/* Set the state to offline again, because the reason may have changed. */
 		tmem_state_offline(why ?: "no backend");

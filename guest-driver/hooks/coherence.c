@@ -46,16 +46,14 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 
 	tmem_enter();
 	ours = inode && S_ISREG(inode->i_mode) && mapping == &inode->i_data;
-	if (ours) {
-		rcu_read_lock();
-		fs = tmem_fs_find(inode->i_sb);
-		if (fs) {
-			tmem_verify_void(fs, inode->i_ino, first, last);
-			if (!mapping_exiting(mapping))
-				tmem_invalidate(fs->pool, inode->i_ino, first, last,
-						TMEM_INVAL_TRUNCATE);
-		}
-		rcu_read_unlock();
+	/* The erasing of a long range reschedules, so it needs a reference instead of RCU. */
+	fs = ours ? tmem_fs_get(inode->i_sb) : NULL;
+	if (fs) {
+		tmem_verify_void(fs, inode->i_ino, first, last);
+		if (!mapping_exiting(mapping))
+			tmem_invalidate_range(fs->pool, inode->i_ino, first, last,
+					      TMEM_INVAL_TRUNCATE);
+		tmem_fs_put(fs);
 	}
 
 	tmem_original(truncate_inode_pages_range)(mapping, start_byte, last_byte);
@@ -66,19 +64,18 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 		 * Look the file system up again, because it may have been registered while the
 		 * original function ran.
 		 */
-		rcu_read_lock();
-		fs = tmem_fs_find(inode->i_sb);
+		fs = tmem_fs_get(inode->i_sb);
 		if (fs) {
 			tmem_verify_void(fs, inode->i_ino, first, last);
 			if (mapping_exiting(mapping)) {
 				tmem_fs_inode_gone(fs, inode);
 			} else if (first <= last) {
-				tmem_invalidate(fs->pool, inode->i_ino, first, last,
-						TMEM_INVAL_TRUNCATE);
+				tmem_invalidate_range(fs->pool, inode->i_ino, first, last,
+						      TMEM_INVAL_TRUNCATE);
 				tmem_fs_clear_mark(fs, inode, 0);
 			}
+			tmem_fs_put(fs);
 		}
-		rcu_read_unlock();
 	}
 	tmem_leave();
 }

@@ -35,11 +35,11 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 	if (ret || nr <= first)
 		return ret;
 
-	rcu_read_lock();
-	fs = tmem_fs_find(inode->i_sb);
-	if (fs)
-		tmem_invalidate(fs->pool, inode->i_ino, first, nr - 1, TMEM_INVAL_FADVISE);
-	rcu_read_unlock();
+	fs = tmem_fs_get(inode->i_sb);
+	if (fs) {
+		tmem_invalidate_range(fs->pool, inode->i_ino, first, nr - 1, TMEM_INVAL_FADVISE);
+		tmem_fs_put(fs);
+	}
 	return ret;
 }
 

@@ -314,6 +314,8 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 			tmem_pool_empty(chosen[i]->pool);
 		tmem_fs_put(chosen[i]);
 	}
+	if (!on && nr)
+		tmem_pools_wait_emptied();
 	if (!on || !nr || READ_ONCE(tmem_fs_stopped))
 		return;
 	set_bit((mount ? mount->type : type) - tmem_fs_types, &tmem_fs_types_noted);
@@ -378,7 +380,7 @@ int tmem_fs_state(const struct tmem_mount *mount, char *buf, size_t bytes)
  * tmem_fs_pages() - count the held pages of a mount
  * @mount: the mount
  *
- * Context: process, may sleep; walks through the index.
+ * Context: process.
  *
  * Return: number of pages.
  */

@@ -99,7 +99,8 @@ static struct kobj_attribute state_attribute = __ATTR_RO(state);
 static struct kobj_attribute puts_attribute = __ATTR_RO(puts);
 static struct kobj_attribute gets_attribute = __ATTR_RO(gets);
 static struct kobj_attribute hits_attribute = __ATTR_RO(hits);
-static struct kobj_attribute held_pages_attribute = __ATTR_RO(held_pages);
+/* For root only: the number tells what other users of the mount do. */
+static struct kobj_attribute held_pages_attribute = __ATTR_RO_MODE(held_pages, 0400);
 
 static struct attribute *mount_attrs[] = {
 	&enabled_attribute.attr,

@@ -10,6 +10,7 @@
 #include <linux/string.h>
 #include <linux/sysfs.h>
 
+#include "../core/core.h"
 #include "../hooks/hooks.h"
 #include "../testing.h"
 
@@ -56,6 +57,13 @@ MODULE_PARM_DESC(test_index_bytes, "TEST: limit of the index in bytes, its table
 unsigned long tmem_test_cookies;
 module_param_named(test_cookies, tmem_test_cookies, ulong, 0444);
 MODULE_PARM_DESC(test_cookies, "TEST: number of cookies that a queue has left when it starts, one for each put; 0: all");
+
+unsigned int tmem_test_sweeps;
+module_param_named(test_sweeps, tmem_test_sweeps, uint, 0444);
+MODULE_PARM_DESC(test_sweeps, "TEST: number of walks through the index that free entries of former pools");
+
+module_param_named(test_pools_freed, tmem_pools_nr_freed, uint, 0444);
+MODULE_PARM_DESC(test_pools_freed, "TEST: number of pools of former file systems whose memory is not free yet");
 
 /**
  * tmem_inject() - decide whether a fault occurs now

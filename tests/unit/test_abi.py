@@ -46,7 +46,7 @@ def counters() -> set[str]:
 def attributes() -> set[str]:
     found: set[str] = set()
     for source in sources():
-        found |= set(re.findall(r"__ATTR_(?:RO|RW|WO)\((\w+)\)", source))
+        found |= set(re.findall(r"__ATTR_(?:RO|RW|WO)(?:_MODE)?\((\w+)[,)]", source))
     return found
 
 
@@ -71,7 +71,7 @@ def test_sysfs_files_and_their_documentation_match() -> None:
     for name in counters():
         assert f"{SYSFS}/stats/{name}" in files
     mounts = (DRIVER / "hooks/mounts.c").read_text()
-    assert last_names(files, MOUNT) == set(re.findall(r"__ATTR_R[OW]\((\w+)\)", mounts))
+    assert last_names(files, MOUNT) == set(re.findall(r"__ATTR_R[OW](?:_MODE)?\((\w+)[,)]", mounts))
     assert f"{SYSFS}/fs/<type>/enabled" in files
 
 

@@ -55,7 +55,7 @@ RARE = {
 # Shared writes by function. The text says how often they happen, or which processors share them.
 ALLOWED = {
     ("new_leaf", "xa_lock(leaves)"): "up to 64 pages of one inode",
-    ("remove_leaf", "xa_lock(&object->tree.leaves)"): "up to 64 pages of one inode",
+    ("remove_leaf", "xa_lock_irqsave(&object->tree.leaves)"): "up to 64 pages of one inode",
     ("reserve", "spin_lock(&queue->ring_lock)"): "each put, of one queue",
     ("take_block", "spin_lock(&dev->block_lock)"): "each 8 puts of a queue",
     ("take_block", "dev->first_free"): "under block_lock",
@@ -63,7 +63,7 @@ ALLOWED = {
     ("wake_feeder", "wake_up(&queue->dev->feeder_wait)"): "a batch is full or begins",
     ("tmem_queue_flush", "spin_lock_irqsave(&queue->ring_lock)"): "erased ranges of one queue",
     ("tmem_index_store", "spin_lock_irqsave(&bucket->lock)"): "each put, of one bucket",
-    ("tmem_invalidate", "spin_lock_irqsave(&bucket->lock)"): "each range, of one bucket",
+    ("erase_range", "spin_lock_irqsave(&bucket->lock)"): "each range, of one bucket",
     ("tmem_index_take", "spin_lock_irqsave(&bucket->lock)"): "each 64 pages, of one bucket",
     ("tmem_index_forget", "spin_lock_irqsave(&bucket->lock)"): "a request that missed a page",
     ("tmem_index_hold", "spin_lock_irqsave(&bucket->lock)"): "each REF, of one bucket",

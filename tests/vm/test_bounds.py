@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Work of the driver is bounded: sections without scheduling, walks, and memory of former pools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import (
+    MODULE,
+    PARAMETERS,
+    SYSFS,
+    driver_guest,
+    evict,
+    start_daemon,
+    stats,
+    wait_served,
+    wait_state,
+)
+from test_mounts import WHERE, Mount
+
+from harness import disk
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem
+from harness.wait import until
+
+pytest_plugins = ["shared_fixtures"]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+# Number of instructions for which an operation of the index may keep a processor from other work.
+# QEMU's -icount counts a nanosecond for each instruction of the guest, so load of the host has no
+# effect.
+SECTION_INSTRUCTIONS = 100_000
+# Memory of the guest. Its index has space for the 40,960 leaves that testing/sections.c makes.
+SECTIONS_RAM = 1024 * MIB
+ROUNDS = 40  # mounts and unmounts
+
+
+def parameter(guest: Guest, name: str) -> str:
+    return guest.read(f"{PARAMETERS}/{name}")
+
+
+def test_operations_of_the_index_reschedule_after_bounded_work(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Operations on many entries of the index keep the processor for short sections only.
+
+    The operations are truncation, deletion of an inode, direct writes to inodes of a full bucket,
+    and unmount.
+    """
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        memory_bytes=SECTIONS_RAM,
+        tcg_threads="single",
+        arguments=["-icount", "shift=0"],
+    )
+    guest.sh(f"echo 1 >{PARAMETERS}/test_sections", 300)
+    text = parameter(guest, "test_sections")
+    print(text)
+    found = {
+        name: (int(longest), int(total), int(entries))
+        for name, longest, total, entries in (line.split() for line in text.splitlines())
+    }
+    assert found["range"][2] > 40_000 and found["inode"][2] > 40_000
+    assert found["sweep"][2] > 40_000 and found["chain"][2] == 512
+    assert found["range"][1] > 100 * SECTION_INSTRUCTIONS, "the range is erased at once"
+    # A section delays the thread that measures in addition to the work of the kernel when it is
+    # idle.
+    bound = found["idle"][0] + SECTION_INSTRUCTIONS
+    late = {name: longest for name, (longest, _, _) in found.items() if longest > bound}
+    assert not late, f"sections of more than {SECTION_INSTRUCTIONS} instructions: {late}"
+
+
+def test_former_pools_are_released_while_there_is_no_back_end(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    daemon = start_daemon(session)
+    other = disk.ext4(session.directory / "other.img", 16 * MIB)
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        Tmem(daemon.socket("vm1")),
+        disks=[
+            Disk("data", disk.ext4(session.directory / "data.img", 64 * MIB)),
+            Disk("other", other),
+        ],
+    )
+    guest.sh("mkdir /other")
+    mount = f"mount -t ext4 $(blkid -L other 2>/dev/null || echo /dev/vdb) /other"
+    loop = f"for i in $(seq {ROUNDS}); do {mount} && umount /other || exit 1; done"
+
+    # The pools are empty, so no unmount needs a walk through the index.
+    sweeps = int(parameter(guest, "test_sweeps"))
+    guest.sh(loop, 120)
+    until(lambda: parameter(guest, "test_pools_freed") == "0", 30, "the host destroyed all pools")
+    assert int(parameter(guest, "test_sweeps")) == sweeps
+
+    daemon.kill()
+    wait_state(guest, "offline")
+    guest.sh(loop, 120)
+    until(lambda: parameter(guest, "test_pools_freed") == "0", 10, "the driver released all pools")
+
+    daemon.start()
+    wait_state(guest, "on")
+    wait_served(guest)
+
+
+def test_unmount_frees_the_entries_in_the_background(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    guest = driver_guest(session, kernel, test_module)
+    mount = Mount(guest, WHERE)
+    assert guest.sh(f"stat -c %a {mount.path}/held_pages").strip() == "400"
+    table = stats(guest)["index_bytes"]
+    guest.sh("dd if=/dev/urandom of=/mnt/f bs=1M count=4 2>/dev/null; sync")
+    held = evict(guest, ["/mnt/f"])["index_pages"]
+    assert mount.count("held_pages") == held > 512
+    before = stats(guest)["invalidations_unmount"]
+    guest.sh("umount /mnt", 60)
+    assert stats(guest)["invalidations_unmount"] - before == held
+    until(lambda: stats(guest)["index_bytes"] == table, 10, "the memory of the entries is free")
+    assert stats(guest)["index_pages"] == 0
+    guest.sh(f"rmmod {Path(MODULE).stem}", 60)
+    assert guest.run(f"test -e {SYSFS}").status != 0
