@@ -200,6 +200,20 @@ bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino)
 }
 
 /**
+ * tmem_is_marked() - check whether an inode has a mark of its own
+ * @pool: file system
+ * @ino: inode number
+ *
+ * Context: any. The mark may be cleared a moment later, unless the caller prevents this.
+ *
+ * Return: true if the mark is stored. Unlike with tmem_is_bypassed(), a lost mark does not count.
+ */
+bool tmem_is_marked(struct tmem_pool *pool, u64 ino)
+{
+	return READ_ONCE(pool->marks->nr) && load_word(pool->marks, ino) & mark_bit(ino);
+}
+
+/**
  * tmem_unbypass() - clear the mark of an inode
  * @pool: file system
  * @ino: inode number

@@ -14,7 +14,7 @@
 #include "../compat.h"
 #include "hooks.h"
 
-static void bypass_inode(const struct inode *inode, enum tmem_inval why)
+static void bypass_inode(struct inode *inode, enum tmem_inval why)
 {
 	struct tmem_fs *fs;
 

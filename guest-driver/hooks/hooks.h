@@ -229,7 +229,7 @@ void tmem_fs_exit(void);
 
 /* --- marks.c ------------------------------------------------------------------------------- */
 
-void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why);
+void tmem_fs_bypass(struct tmem_fs *fs, struct inode *inode, enum tmem_inval why);
 void tmem_fs_emptied(struct tmem_fs *fs, const struct inode *inode);
 void tmem_fs_clear_mark(struct tmem_fs *fs, struct inode *inode, unsigned long own);
 void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode);

@@ -28,15 +28,37 @@
 
 #include "hooks.h"
 
+/*
+ * Returns whether an inode has a mark that stays until a task that has the inode open for writing
+ * closes it. Two facts make the answer reliable. Marks of inodes in use are cleared under the
+ * i_pages lock only, so a mark that was cleared earlier is not seen. A mark is not cleared while
+ * there are writers, and each writer is counted before it changes the inode.
+ */
+static bool marked_for_writer(struct tmem_fs *fs, struct inode *inode)
+{
+	struct address_space *mapping = &inode->i_data;
+	unsigned long flags;
+	bool marked;
+
+	xa_lock_irqsave(&mapping->i_pages, flags);
+	marked = atomic_read(&inode->i_writecount) > 0 && tmem_is_marked(fs->pool, inode->i_ino);
+	xa_unlock_irqrestore(&mapping->i_pages, flags);
+	return marked;
+}
+
 /**
  * tmem_fs_bypass() - mark an inode that is about to change below the page cache
  * @fs: its file system
  * @inode: the inode
  * @why: reason, for the counters
  *
- * Context: any but NMI.
+ * A marked inode takes only the lock of its own page cache, and not the lock of the mount's marks.
+ * Its entries are erased all the same: the task that set the mark may not have erased them yet. The
+ * bucket that is searched for them has at most BUCKET_OBJECTS_MAX inodes.
+ *
+ * Context: any but NMI; the caller does not hold the i_pages lock.
  */
-void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why)
+void tmem_fs_bypass(struct tmem_fs *fs, struct inode *inode, enum tmem_inval why)
 {
 	u64 ino = inode->i_ino;
 
@@ -46,7 +68,7 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 	 * page with changed data.
 	 */
 	tmem_verify_void(fs, ino, 0, ULONG_MAX);
-	if (tmem_bypass(fs->pool, ino))
+	if (!marked_for_writer(fs, inode) && tmem_bypass(fs->pool, ino))
 		tmem_fs_sweep_soon(fs);
 	tmem_invalidate_inode(fs->pool, ino, why);
 }
