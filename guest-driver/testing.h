@@ -39,7 +39,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker, tmem_hold_feeder;
-extern unsigned int tmem_hold_truncate, tmem_hold_fallocate, tmem_hold_get, tmem_hold_probe;
+extern unsigned int tmem_hold_truncate, tmem_hold_get, tmem_hold_probe;
 void tmem_hold(unsigned int *place);
 
 extern unsigned long tmem_test_index_bytes;

@@ -17,6 +17,36 @@
 #include "hooks.h"
 
 /*
+ * Returns whether truncate_inode_pages_range() zeroes only a part of the folio that contains byte
+ * @edge, one end of its range, and may leave the folio in the page cache. It splits a large folio,
+ * or removes the folio if it cannot be split, so that no page stays that lies wholly in the range.
+ * But a dirty folio that cannot be split stays.
+ */
+static bool zeroes_part_at(struct address_space *mapping, loff_t edge)
+{
+	struct folio *folio = filemap_get_folio(mapping, edge >> PAGE_SHIFT);
+	bool part;
+
+	/* Before 6.3 the result for a page that is not cached is NULL, and an error since then. */
+	if (IS_ERR_OR_NULL(folio))
+		return false;
+	part = edge > folio_pos(folio) && (offset_in_page(edge) || folio_test_dirty(folio));
+	folio_put(folio);
+	return part;
+}
+
+/*
+ * Returns whether a truncation may leave a page in the page cache of which it has zeroed bytes that
+ * lie inside the file. A truncation to a smaller size only zeroes bytes behind the new end. The
+ * caller of the truncation locks out everything that could add a page or make one dirty.
+ */
+static bool leaves_zeroed_part(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
+{
+	return (start_byte < i_size_read(mapping->host) && zeroes_part_at(mapping, start_byte)) ||
+	       ((u64)last_byte != U64_MAX && zeroes_part_at(mapping, last_byte + 1));
+}
+
+/*
  * Replacement of truncate_inode_pages_range(), which truncate, punch, zero, collapse, insert,
  * clone, dedupe and the eviction of an inode call.
  *
@@ -31,6 +61,11 @@
  * would find that such a page differs from its retained entry. While it runs, no entry of the range
  * becomes retained, because no page is read in. The entries of an inode that is only evicted from
  * memory stay.
+ *
+ * Punching and zeroing call this function before they change the blocks, which may fail, for example
+ * on a full file system. A clean page of which a part was zeroed then differs from the disk. So the
+ * inode is marked if a page with a zeroed part may stay cached. The inode is open for writing, so
+ * the mark stays at least until it is closed.
  */
 static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
 {
@@ -50,6 +85,9 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	fs = ours ? tmem_fs_get(inode->i_sb) : NULL;
 	if (fs) {
 		tmem_verify_void(fs, inode->i_ino, first, last);
+		if (leaves_zeroed_part(mapping, start_byte, last_byte) &&
+		    tmem_bypass(fs->pool, inode->i_ino))
+			tmem_fs_sweep_soon(fs);
 		if (!mapping_exiting(mapping))
 			tmem_invalidate_range(fs->pool, inode->i_ino, first, last,
 					      TMEM_INVAL_TRUNCATE);

@@ -4,11 +4,8 @@
  * bitmap files, and quota files. The hook of an operation marks the inode before the operation
  * starts, because pages that are cached at that time, or are read in during the operation, are
  * clean and may be old. The hook of dquot_disable() marks a quota file when the writes end.
- *
- * Also fallocate(), which changes pages in the page cache before it can fail.
  */
 #include <linux/fs.h>
-#include <linux/falloc.h>
 #include <linux/quota.h>
 
 #include "../compat.h"
@@ -110,49 +107,4 @@ void tmem_entry_quota(struct tmem_args *args)
 
 	for (type = 0; type < MAXQUOTAS; type++)
 		bypass_inode(sb->s_dquot.files[type], TMEM_INVAL_INODE);
-}
-
-/**
- * tmem_wrap_fallocate() - replacement of a file system's ->fallocate
- * @file: the file
- * @mode: FALLOC_FL_...
- * @offset: start of the range in bytes
- * @len: length of the range in bytes
- *
- * A mode that removes or replaces data first zeroes the cached pages at the edges of the range.
- * This does not make the pages dirty. If the operation then fails, for example because the extent
- * tree needs a block and the file system is full, the disk has the old bytes. So the driver puts no
- * page of the file during the operation, and marks the inode if the operation fails. The file is
- * open for writing, so the mark stays at least until it is closed.
- *
- * A mark of each inode for which there is such a call would be simpler. But marks stay for as long
- * as pages are cached, and programs that punch holes all the time would lose their cache. So the
- * driver marks an inode before the operation only if busy.c has no slot.
- *
- * The replacement does not enclose vfs_fallocate(), which waits for frozen file systems and for
- * fanotify's listeners, and which loop devices do not call.
- *
- * Return: result of the original function.
- */
-long tmem_wrap_fallocate(struct file *file, int mode, loff_t offset, loff_t len)
-{
-	const struct inode *inode = file_inode(file);
-	/* Plain allocation zeroes nothing that is clean. */
-	bool zeroes = mode & ~FALLOC_FL_KEEP_SIZE;
-	int slot = -1;
-	long ret;
-
-	tmem_enter();
-	if (zeroes) {
-		slot = tmem_busy_begin(inode->i_mapping, 0, ULONG_MAX);
-		if (slot < 0)
-			bypass_inode(inode, TMEM_INVAL_TRUNCATE);
-	}
-	ret = file->f_op->fallocate(file, mode, offset, len);
-	TMEM_HOLD(fallocate);
-	if (zeroes && ret)
-		bypass_inode(inode, TMEM_INVAL_TRUNCATE);
-	tmem_busy_end(slot);
-	tmem_leave();
-	return ret;
 }

@@ -130,9 +130,8 @@ void tmem_fs_drop(const struct super_block *sb)
 
 struct aops_search {
 	const struct tmem_fs_type *type;
-	/* result: a regular file's operations of its mapping and of open files */
+	/* result: the operations of a regular file */
 	const struct address_space_operations *aops;
-	const struct file_operations *fops;
 	unsigned int searched;
 };
 
@@ -142,13 +141,23 @@ static bool search_aops(struct inode *inode, void *arg)
 
 	search->searched++;
 	tmem_test_walk(0, search->searched);
-	/* An inode that is being created may not have its file operations yet. */
 	if (S_ISREG(inode->i_mode) && !IS_DAX(inode) && inode->i_mapping->a_ops &&
-	    search->type->mapping_ok(inode->i_mapping) && inode->i_fop->fallocate) {
+	    search->type->mapping_ok(inode->i_mapping))
 		search->aops = inode->i_mapping->a_ops;
-		search->fops = inode->i_fop;
-	}
 	return search->aops || search->searched == TMEM_SEARCH_INODES;
+}
+
+/*
+ * Returns the operations of a regular file of @sb for which @type->mapping_ok() is true, or NULL.
+ * The operations of all such files of the file system type @type contain the same hooked functions.
+ */
+static const struct address_space_operations *tmem_fs_aops(struct super_block *sb,
+							   struct tmem_fs_type *type)
+{
+	struct aops_search search = { .type = type };
+
+	tmem_fs_walk(sb, search_aops, &search);
+	return search.aops;
 }
 
 static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function, int err)
@@ -182,13 +191,11 @@ static const struct fs_symbol {
 
 /* Hooks the functions of a type: first those for coherence, and then those that read pages. */
 static void tmem_fs_type_activate(struct tmem_fs_type *type,
-				  const struct address_space_operations *aops,
-				  const struct file_operations *fops)
+				  const struct address_space_operations *aops)
 {
 	const struct tmem_target targets[] = {
 		{ (unsigned long)aops->swap_activate, TMEM_HOOK_SWAPON, tmem_entry_swapon },
 		{ (unsigned long)aops->bmap, TMEM_HOOK_BMAP, tmem_entry_bmap },
-		{ (unsigned long)fops->fallocate, TMEM_HOOK_FALLOCATE, NULL, tmem_wrap_fallocate },
 		{ (unsigned long)aops->readahead, TMEM_HOOK_READAHEAD, NULL, tmem_wrap_readahead },
 		{ (unsigned long)aops->read_folio, TMEM_HOOK_READ_FOLIO, NULL,
 		  tmem_wrap_read_folio },
@@ -319,19 +326,16 @@ nomem:
  */
 static void tmem_fs_seen(struct super_block *sb, void *arg)
 {
+	const struct address_space_operations *aops;
 	struct tmem_fs_type *type = arg;
-	/*
-	 * All files for which mapping_ok() is true have operations with the same hooked functions.
-	 */
-	struct aops_search search = { .type = type };
 
 	mutex_lock(&discovery_lock);
 	if (tmem_fs_stopped || type->failed || !sb->s_bdev || !sb->s_root)
 		goto unlock;
 	if (!type->active) {
-		tmem_fs_walk(sb, search_aops, &search);
-		if (search.aops)
-			tmem_fs_type_activate(type, search.aops, search.fops);
+		aops = tmem_fs_aops(sb, type);
+		if (aops)
+			tmem_fs_type_activate(type, aops);
 	}
 	if (type->active)
 		tmem_fs_register(sb, type);

@@ -2,8 +2,8 @@
 /*
  * POSIX_FADV_DONTNEED: the driver does not put pages that such a call evicts, and erases the
  * entries of the call's range. Coherence does not depend on this, because the advice is only a
- * hint. The driver puts the pages that a call without a slot evicts (busy.c), and erases their
- * entries when the call ends.
+ * hint. There is a fixed number of slots for running calls. The driver puts the pages that a call
+ * without a slot evicts, and erases their entries when the call ends.
  */
 #include <linux/fadvise.h>
 #include <linux/fs.h>
@@ -11,6 +11,37 @@
 
 #include "../compat.h"
 #include "hooks.h"
+
+/* Maximum number of running POSIX_FADV_DONTNEED calls whose ranges the driver records. */
+#define TMEM_FADVISE_MAX 8
+
+static struct fadvise_range {
+	const struct address_space *mapping;
+	pgoff_t first, last;
+} fadvise_ranges[TMEM_FADVISE_MAX];
+static unsigned long fadvise_used;
+
+/**
+ * tmem_fadvise_covers() - check whether a running POSIX_FADV_DONTNEED covers a page
+ * @mapping: mapping of the page
+ * @index: index of the page
+ *
+ * Context: any. The answer may be wrong while a call of POSIX_FADV_DONTNEED begins or ends.
+ */
+bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index)
+{
+	unsigned int i;
+
+	if (likely(!READ_ONCE(fadvise_used)))
+		return false;
+	for (i = 0; i < TMEM_FADVISE_MAX; i++) {
+		if (READ_ONCE(fadvise_ranges[i].mapping) == mapping &&
+		    index >= READ_ONCE(fadvise_ranges[i].first) &&
+		    index <= READ_ONCE(fadvise_ranges[i].last))
+			return true;
+	}
+	return false;
+}
 
 static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 {
@@ -24,14 +55,28 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 	pgoff_t first = DIV_ROUND_UP_ULL((u64)offset, PAGE_SIZE);
 	pgoff_t nr = len && end >= (u64)len && end < (u64)i_size_read(inode) ?
 		     end >> PAGE_SHIFT : ULONG_MAX;
-	struct tmem_fs *fs;
-	int slot = -1, ret;
-
 	/* A range that contains no whole page evicts nothing, and needs no slot. */
-	if (nr > first)
-		slot = tmem_busy_begin(mapping, first, nr - 1);
+	unsigned int slot = nr > first ? 0 : TMEM_FADVISE_MAX;
+	struct tmem_fs *fs;
+	int ret;
+
+	for (; slot < TMEM_FADVISE_MAX; slot++) {
+		if (!test_and_set_bit(slot, &fadvise_used)) {
+			fadvise_ranges[slot].first = first;
+			fadvise_ranges[slot].last = nr - 1;
+			/*
+			 * Set the mapping last, so that a reader that finds it sees the range of
+			 * the call.
+			 */
+			smp_store_release(&fadvise_ranges[slot].mapping, mapping);
+			break;
+		}
+	}
 	ret = tmem_original(generic_fadvise)(file, offset, len, POSIX_FADV_DONTNEED);
-	tmem_busy_end(slot);
+	if (slot < TMEM_FADVISE_MAX) {
+		WRITE_ONCE(fadvise_ranges[slot].mapping, NULL);
+		clear_bit_unlock(slot, &fadvise_used);
+	}
 	if (ret || nr <= first)
 		return ret;
 

@@ -118,21 +118,6 @@ void tmem_fs_put(struct tmem_fs *fs)
 }
 
 /**
- * tmem_fs_never() - check whether an inode has a flag with which its pages are never cached
- * @inode: the inode
- *
- * For example, swap files and quota files change below the page cache.
- *
- * Context: any.
- */
-bool tmem_fs_never(const struct inode *inode)
-{
-	const unsigned int never = S_ENCRYPTED | S_VERITY | S_DAX | S_SWAPFILE | S_NOQUOTA;
-
-	return READ_ONCE(inode->i_flags) & never;
-}
-
-/**
  * tmem_fs_inode_ok() - check whether the type and state of an inode allow puts and gets of its
  * pages
  * @fs: its file system
@@ -142,7 +127,13 @@ bool tmem_fs_never(const struct inode *inode)
  */
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
 {
-	if (!S_ISREG(inode->i_mode) || tmem_fs_never(inode))
+	/*
+	 * Inodes with one of these flags are not cached. For example, swap files change below the
+	 * page cache, and quota files are private to the file system.
+	 */
+	const unsigned int never = S_ENCRYPTED | S_VERITY | S_DAX | S_SWAPFILE | S_NOQUOTA;
+
+	if (!S_ISREG(inode->i_mode) || (READ_ONCE(inode->i_flags) & never))
 		return false;
 	/*
 	 * After an error of writeback, cache nothing of the inode: a page that could not be written

@@ -40,7 +40,6 @@ enum tmem_hook {
 	TMEM_HOOK_MOVE_EXT,	/* ext4_move_extents() */
 	TMEM_HOOK_SWAPON,	/* the file system's ->swap_activate */
 	TMEM_HOOK_BMAP,		/* the file system's ->bmap */
-	TMEM_HOOK_FALLOCATE,	/* the file system's ->fallocate */
 	TMEM_HOOK_QUOTA,	/* dquot_disable() */
 	TMEM_HOOK_READAHEAD,	/* the file system's ->readahead */
 	TMEM_HOOK_READ_FOLIO,	/* the file system's ->read_folio */
@@ -203,7 +202,6 @@ bool tmem_fs_note(const struct super_block *sb);
 bool tmem_fs_serves(const struct super_block *sb);
 void tmem_fs_sweep_soon(struct tmem_fs *fs);
 void tmem_fs_walk(struct super_block *sb, bool (*visit)(struct inode *inode, void *arg), void *arg);
-bool tmem_fs_never(const struct inode *inode);
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
 void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on);
 int tmem_fs_blocked(const struct tmem_fs *fs, char *buf, size_t bytes);
@@ -342,14 +340,9 @@ void tmem_drop_slab_add(void);
 
 void tmem_reclaim_add(void);
 
-/* --- busy.c -------------------------------------------------------------------------------- */
-
-int tmem_busy_begin(const struct address_space *mapping, pgoff_t first, pgoff_t last);
-void tmem_busy_end(int slot);
-bool tmem_busy_covers(const struct address_space *mapping, pgoff_t index);
-
 /* --- fadvise.c ----------------------------------------------------------------------------- */
 
+bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
 int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice);
 bool tmem_wants_fadvise(struct tmem_args *args);
 
@@ -360,7 +353,6 @@ void tmem_entry_move_ext(struct tmem_args *args);
 void tmem_entry_swapon(struct tmem_args *args);
 void tmem_entry_bmap(struct tmem_args *args);
 void tmem_entry_quota(struct tmem_args *args);
-long tmem_wrap_fallocate(struct file *file, int mode, loff_t offset, loff_t len);
 
 /* --- read.c -------------------------------------------------------------------------------- */
 

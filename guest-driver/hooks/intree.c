@@ -14,7 +14,7 @@
 
 #include "hooks.h"
 
-/* Maximum number of targets. Used are 22: mm and VFS 8, self-test 1, ext4 8 and xfs 5. */
+/* Maximum number of targets. Used are 20: mm and VFS 8, self-test 1, ext4 7 and xfs 4. */
 #define TMEM_TARGETS_MAX 24
 
 DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
@@ -183,30 +183,6 @@ int tmem_hook_read_folio(filler_t *filler, struct file *file, struct folio *foli
 	tmem_leave();
 	return ret;
 }
-
-/**
- * tmem_hook_fallocate() - call a file system's ->fallocate
- * @file: the file
- * @mode: FALLOC_FL_...
- * @offset: first byte
- * @len: number of bytes
- *
- * Return: what ->fallocate returns.
- */
-long tmem_hook_fallocate(struct file *file, int mode, loff_t offset, loff_t len)
-{
-	long (*wrap)(struct file *file, int mode, loff_t offset, loff_t len);
-	long ret;
-
-	wrap = hook_enter(TMEM_HOOK_FALLOCATE, file->f_op->fallocate,
-			  ARGS(ARG(file), mode, offset, len));
-	if (!wrap)
-		return file->f_op->fallocate(file, mode, offset, len);
-	ret = wrap(file, mode, offset, len);
-	tmem_leave();
-	return ret;
-}
-EXPORT_SYMBOL_GPL(tmem_hook_fallocate);
 
 /**
  * tmem_hook_direct_write() - handle the entry of invalidate_inode_pages2_range()

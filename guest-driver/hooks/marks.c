@@ -9,9 +9,9 @@
  * when no such page can be left:
  *
  * - at the eviction of the inode, or
- * - under the i_pages lock, on three conditions: no task has the inode open for writing; the inode
- *   has no flag with which it is never cached; and no page is cached except those that the caller
- *   holds locked to fill them from the disk, or removes under that lock.
+ * - under the i_pages lock, on three conditions: no task has the inode open for writing; it is
+ *   neither a quota file nor a swap file; and no page is cached except those that the caller holds
+ *   locked to fill them from the disk, or removes under that lock.
  *
  * A task that writes below the page cache opens the inode for writing before the mark is set, and
  * keeps it open until the write has ended, asynchronous writes included. The kernel opens no quota
@@ -73,10 +73,13 @@ void tmem_fs_bypass(struct tmem_fs *fs, struct inode *inode, enum tmem_inval why
 	tmem_invalidate_inode(fs->pool, ino, why);
 }
 
-/* Clears a mark unless a task or the file system may be writing below the page cache. */
+/*
+ * Clears a mark unless a task, or the kernel itself, may be writing below the page cache. The kernel
+ * does so while the inode is a quota file or a swap file.
+ */
 static void unmark(struct tmem_fs *fs, const struct inode *inode)
 {
-	if (!tmem_fs_never(inode))
+	if (!(READ_ONCE(inode->i_flags) & (S_NOQUOTA | S_SWAPFILE)))
 		tmem_unbypass(fs->pool, inode->i_ino, &inode->i_writecount);
 }
 
@@ -85,7 +88,7 @@ static void unmark(struct tmem_fs *fs, const struct inode *inode)
  * @fs: its file system
  * @inode: the inode; the i_pages lock is held, and no page is left when it is released
  *
- * The mark stays while the inode is open for writing, or has a flag with which it is never cached.
+ * The mark stays while the inode is open for writing, or is a quota file or a swap file.
  *
  * Context: any but NMI.
  */

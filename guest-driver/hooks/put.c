@@ -131,7 +131,7 @@ void tmem_probe_removed(void *data, struct folio *folio)
 	 * Only reclaim sets the reference count to 0 before it removes a folio. Other code that
 	 * removes a folio holds a reference.
 	 */
-	if (!folio_ref_count(folio) && !tmem_busy_covers(mapping, folio->index))
+	if (!folio_ref_count(folio) && !tmem_fadvise_covers(mapping, folio->index))
 		done = put_folio(fs, inode, folio);
 	if (done < nr && !tmem_hook_off(TMEM_HOOK_REMOVED))
 		tmem_invalidate(fs->pool, inode->i_ino, folio->index + done,

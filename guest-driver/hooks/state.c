@@ -27,7 +27,6 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_MOVE_EXT] = "move_ext",
 	[TMEM_HOOK_SWAPON] = "swapon",
 	[TMEM_HOOK_BMAP] = "bmap",
-	[TMEM_HOOK_FALLOCATE] = "fallocate",
 	[TMEM_HOOK_QUOTA] = "quota",
 	[TMEM_HOOK_READAHEAD] = "readahead",
 	[TMEM_HOOK_READ_FOLIO] = "read_folio",

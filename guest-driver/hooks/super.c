@@ -5,6 +5,7 @@
  * has, and from the superblock, whose format on the disk is stable.
  */
 #include <linux/buffer_head.h>
+#include <linux/delay.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
 #include <linux/seq_file.h>
@@ -24,6 +25,13 @@
 #define EXT4_SUPER_INCOMPAT_OFFSET	0x60
 /* Bit of the incompatible features: small files and directories may be stored in their inode. */
 #define EXT4_INCOMPAT_INLINE_DATA	0x8000
+
+/*
+ * Number of attempts, 1 ms apart, to find the buffer of the superblock. A search does not find a
+ * buffer whose page the kernel tries to migrate at this moment. Such a migration ends soon and
+ * fails, because ext4 uses the buffer.
+ */
+#define SUPER_TRIES 100
 
 /**
  * tmem_sb_has_option() - check whether a mount has an option
@@ -61,19 +69,28 @@ bool tmem_sb_has_option(struct super_block *sb, const char *option)
  * adds the feature to a mounted file system. e2fsck may add it to a damaged root that is mounted
  * read-only, and then demands a restart of the system.
  *
- * Context: process, may sleep, does no I/O.
+ * Context: process, sleeps for SUPER_TRIES ms at most, does no I/O.
  * Return: the reason not to serve the file system, or NULL.
  */
 const char *tmem_ext4_refusal(struct super_block *sb)
 {
 	const char *why = "ext4's features cannot be read; mount it without the option sb";
-	struct buffer_head *bh;
+	struct buffer_head *bh = NULL;
+	unsigned int tries;
 	const char *super;
 
 	if (tmem_sb_has_option(sb, ",sb="))
 		return why;
-	/* Unlike sb_find_get_block(), this function waits if the buffer is being migrated. */
-	bh = sb_getblk(sb, EXT4_SUPER_OFFSET / sb->s_blocksize);
+	/*
+	 * sb_getblk() could wait for a read of the page that has the buffer, which another task has
+	 * started, and so for a disk that does not answer.
+	 */
+	for (tries = 0; tries < SUPER_TRIES; tries++) {
+		bh = sb_find_get_block(sb, EXT4_SUPER_OFFSET / sb->s_blocksize);
+		if (bh)
+			break;
+		msleep(1);
+	}
 	if (!bh || !buffer_uptodate(bh))
 		goto out;
 	super = bh->b_data + EXT4_SUPER_OFFSET % sb->s_blocksize;

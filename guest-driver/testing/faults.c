@@ -92,10 +92,6 @@ unsigned int tmem_hold_truncate;
 module_param_named(test_hold_truncate, tmem_hold_truncate, uint, 0644);
 MODULE_PARM_DESC(test_hold_truncate, "TEST: 1: stop the next task that removed a range of a file from the page cache, before it erases the range; reads 2 while it waits; 0: let it continue");
 
-unsigned int tmem_hold_fallocate;
-module_param_named(test_hold_fallocate, tmem_hold_fallocate, uint, 0644);
-MODULE_PARM_DESC(test_hold_fallocate, "TEST: 1: stop the next task whose fallocate() has ended in the file system, before it marks the file; reads 2 while it waits; 0: let it continue");
-
 unsigned int tmem_hold_get, tmem_hold_probe;
 module_param_named(test_hold_get, tmem_hold_get, uint, 0644);
 MODULE_PARM_DESC(test_hold_get, "TEST: 1: stop the next reader before it requests pages from the host; reads 2 while it waits; 0: let it continue");

@@ -28,7 +28,7 @@ core/feeder core/get core/pool core/pace
 core/sync
 core/transport
 hooks/super
-hooks/state hooks/users hooks/fs hooks/seen hooks/busy
+hooks/state hooks/users hooks/fs hooks/seen
 hooks/ftrace hooks/verify hooks/errors hooks/refuse hooks/mounts hooks/device
 hooks/marks hooks/fadvise hooks/selftest
 hooks/direct hooks/read hooks/put

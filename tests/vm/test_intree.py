@@ -328,7 +328,7 @@ def test_former_quota_file_reads_no_old_byte(session: Session, kernel: Kernel) -
 
 
 def test_file_with_a_failed_zero_range_reads_no_old_byte(session: Session, kernel: Kernel) -> None:
-    """Without the call of the hook `fallocate`, zeroes of a failed operation are read."""
+    """Without the call of the hook `truncate`, zeroes of a failed operation are read."""
     image = full_image(session, 1024)
     guest = boot(session, kernel, f"verify_every=0 {PATIENT}", image=image, files=programs(SPECIAL))
     wait_state(guest, "on")

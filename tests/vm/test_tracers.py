@@ -29,6 +29,7 @@ FUNCTIONS = (
     "ext4_readahead",
     "ext4_read_folio",
     "ext4_move_extents",
+    "dquot_disable",
 )
 # Shell script that switches each tracer on for a while in each round, and appends a line to the
 # tracer's file if the tracer saw a call.
