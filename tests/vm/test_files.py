@@ -167,7 +167,9 @@ def quota_off(guest: Guest, path: str, way: str) -> None:
     """Makes a quota file an ordinary file in a way in which the kernel keeps its cached pages."""
     guest.sh(f"mount -o remount,ro {WHERE}", 60)
     if way == "off":
-        guest.sh(f"{SPECIAL} quotaoff {WHERE} {path}")
+        done = guest.run(f"{SPECIAL} quotaoff {WHERE} {path}")
+        # Linux 6.1 switches the quotas off and returns an error nevertheless.
+        assert done.status == 0 or b"Read-only file system" in done.stderr
         return
     # Without the module of the quota format, the kernel cannot resume the quotas.
     guest.sh("rmmod quota_v2")
