@@ -13,6 +13,7 @@
 #include <linux/mm_inline.h>
 #include <linux/pagemap.h>
 #include <linux/pgtable.h>
+#include <linux/shrinker.h>
 #include <linux/slab.h>
 #include <linux/version.h>
 #include <linux/virtio.h>
@@ -205,6 +206,49 @@ static inline struct kmem_cache *tmem_slab_create(const char *name, unsigned int
 	return kmem_cache_create(name, bytes, &args, SLAB_TYPESAFE_BY_RCU);
 #else
 	return kmem_cache_create(name, bytes, 0, SLAB_TYPESAFE_BY_RCU, NULL);
+#endif
+}
+
+/*
+ * Registers a shrinker, and returns it, or NULL if there is no memory. Since 6.7, the kernel
+ * allocates the structure.
+ */
+static inline struct shrinker *
+tmem_shrinker_add(const char *name,
+		  unsigned long (*count)(struct shrinker *shrinker, struct shrink_control *sc),
+		  unsigned long (*scan)(struct shrinker *shrinker, struct shrink_control *sc))
+{
+	struct shrinker *shrinker;
+
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 7, 0)
+	shrinker = kzalloc(sizeof(*shrinker), GFP_KERNEL);
+#else
+	shrinker = shrinker_alloc(0, "%s", name);
+#endif
+	if (!shrinker)
+		return NULL;
+	shrinker->count_objects = count;
+	shrinker->scan_objects = scan;
+	shrinker->seeks = DEFAULT_SEEKS;
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 7, 0)
+	if (register_shrinker(shrinker, "%s", name)) {
+		kfree(shrinker);
+		return NULL;
+	}
+#else
+	shrinker_register(shrinker);
+#endif
+	return shrinker;
+}
+
+/* Removes a shrinker, and waits until no task uses it. */
+static inline void tmem_shrinker_remove(struct shrinker *shrinker)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 7, 0)
+	unregister_shrinker(shrinker);
+	kfree(shrinker);
+#else
+	shrinker_free(shrinker);
 #endif
 }
 

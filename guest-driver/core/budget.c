@@ -6,6 +6,7 @@
  * makes room later. The evictor's work item is in this file, because all of that code can use it.
  */
 #include <linux/log2.h>
+#include <linux/mm.h>
 
 #include "../compat.h"
 #include "budget.h"
@@ -36,6 +37,11 @@
  */
 long tmem_index_limit_bytes __read_mostly;
 long tmem_index_table_bytes __read_mostly;
+/* Guards the fields below, and writers of tmem_index_limit_bytes. */
+static DEFINE_SPINLOCK(limit_lock);
+static unsigned long limit_ram_pages;	/* size of RAM from which the limit was computed */
+static long reserved_bytes;		/* memory that the device takes */
+static bool reserved_for_retain;	/* the device retains pages */
 /* The stock of a CPU is at most tmem_index_limit() >> stock_shift bytes. */
 static unsigned int stock_shift __read_mostly;
 
@@ -67,26 +73,79 @@ long tmem_index_limit(void)
 }
 
 /**
- * tmem_index_reserve() - change how much of the module's memory is not available to the index
- * @bytes: bytes that other parts of the module take; negative if they give bytes back
+ * tmem_budget_bytes() - return how much memory the module may use without VIRTIO_TMEM_F_RETAIN
+ *
+ * Return: bytes, for the size that RAM has now.
  */
-void tmem_index_reserve(long bytes)
+long tmem_budget_bytes(void)
 {
-	WRITE_ONCE(tmem_index_limit_bytes, tmem_index_limit_bytes - bytes);
+	return totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR + TMEM_BUDGET_FLOOR_BYTES;
+}
+
+/*
+ * Computes the limit from the size of RAM. The limit is never below the hash table, although RAM
+ * may have become so small that the device alone takes more than the module may use.
+ */
+static void update_limit(void)
+{
+	long bytes = tmem_budget_bytes() - reserved_bytes;
+
+	lockdep_assert_held(&limit_lock);
+	WRITE_ONCE(limit_ram_pages, totalram_pages());
+	if (reserved_for_retain)
+		bytes += totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RETAIN_DIVISOR;
+	WRITE_ONCE(tmem_index_limit_bytes, max(bytes, tmem_index_table_bytes));
+}
+
+/**
+ * tmem_index_reserve() - set how much of the module's memory is not available to the index
+ * @bytes: bytes that the device takes
+ * @retain: true if the device retains pages, so that the index may use more memory
+ *
+ * Context: process.
+ */
+void tmem_index_reserve(long bytes, bool retain)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&limit_lock, flags);
+	reserved_bytes = bytes;
+	reserved_for_retain = retain;
+	update_limit();
+	spin_unlock_irqrestore(&limit_lock, flags);
+	tmem_index_make_room();
+}
+
+/**
+ * tmem_index_follow_ram() - compute the limit again if the size of RAM has changed
+ *
+ * Reclaim calls this function often, so it writes to shared memory only after a change.
+ *
+ * Context: any but NMI.
+ */
+void tmem_index_follow_ram(void)
+{
+	unsigned long flags;
+
+	if (totalram_pages() == READ_ONCE(limit_ram_pages))
+		return;
+	spin_lock_irqsave(&limit_lock, flags);
+	update_limit();
+	spin_unlock_irqrestore(&limit_lock, flags);
+	tmem_index_make_room();
 }
 
 /**
  * tmem_index_budget_init() - start the accounting of the index
- * @limit_bytes: limit, before other parts of the module reserve memory
  * @table_bytes: size of the hash table
  */
-void tmem_index_budget_init(long limit_bytes, long table_bytes)
+void tmem_index_budget_init(long table_bytes)
 {
-	tmem_index_limit_bytes = limit_bytes;
 	tmem_index_table_bytes = table_bytes;
 	small_evict_next = jiffies;
 	stock_shift = ilog2(STOCK_DIVISOR) + order_base_2(num_possible_cpus());
 	atomic_long_set(&tmem_index_used_bytes, table_bytes);
+	tmem_index_reserve(0, false);
 }
 
 /**

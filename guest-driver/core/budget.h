@@ -53,7 +53,7 @@ static inline void tmem_index_add_retained(long pages)
 	this_cpu_add(tmem_index_cpu.nr_retained, pages);
 }
 
-void tmem_index_budget_init(long limit_bytes, long table_bytes);
+void tmem_index_budget_init(long table_bytes);
 long tmem_index_limit(void);
 bool tmem_charge(long bytes);
 void tmem_uncharge(long bytes);

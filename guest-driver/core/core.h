@@ -14,7 +14,8 @@
  *	  queue->vq_lock		the virtqueue; state of requests that are the device's
  *	    dev->get_lock		free get requests and bounce blocks
  *	      stats.c: state_lock	state for sysfs; also taken alone
- * control_vq_lock, window_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. The
+ * control_vq_lock, window_lock, the lock of the index's limit (budget.c) and the locks of admit.c,
+ * bypass.c and policy.c are leaf locks. The
  * lock of admit.c is taken in process context only, with interrupts on. vq_lock and bucket->lock
  * are never held together. Callers may hold mm and file system locks (i_pages), so none of these
  * locks may be held while an mm or file system lock is taken. An interrupt takes send_lock and all
@@ -309,7 +310,9 @@ struct tmem_dev {
 	bool retain;			/* VIRTIO_TMEM_F_RETAIN is negotiated and used */
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
-	long index_extra_bytes;		/* memory that the index may use because of retain */
+	unsigned long ram_pages;	/* size of RAM for which the device was set up */
+	unsigned long ram_changed_at;	/* in jiffies, if ram_changed; used by the report work */
+	bool ram_changed;		/* RAM has another size; used by the report work */
 	struct tmem_admit *admit;
 	/*
 	 * References of tasks that use the device and may sleep: tmem_get() and
@@ -421,8 +424,15 @@ void tmem_reset_round(struct tmem_dev *dev);
 bool tmem_reset_check(struct tmem_dev *dev, bool works);
 void tmem_resets_exit(void);
 
+/* implemented in ram.c */
+int tmem_ram_init(void);
+void tmem_ram_exit(void);
+void tmem_ram_check(struct tmem_dev *dev);
+
 /* implemented in budget.c */
-void tmem_index_reserve(long bytes);
+long tmem_budget_bytes(void);
+void tmem_index_reserve(long bytes, bool retain);
+void tmem_index_follow_ram(void);
 long tmem_index_bytes(void);
 long tmem_index_pages(void);
 long tmem_index_retained_pages(void);

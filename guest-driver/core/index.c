@@ -694,10 +694,9 @@ unsigned long tmem_held_pages(const struct tmem_key *key)
 int tmem_index_init(void)
 {
 	unsigned long nr, i;
-	long limit_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
-			   TMEM_BUDGET_FLOOR_BYTES;
 
-	nr = clamp_t(unsigned long, limit_bytes / BYTES_PER_BUCKET, BUCKETS_MIN, BUCKETS_MAX);
+	nr = clamp_t(unsigned long, tmem_budget_bytes() / BYTES_PER_BUCKET, BUCKETS_MIN,
+		     BUCKETS_MAX);
 	tmem_bucket_bits = ilog2(nr);
 	nr = 1UL << tmem_bucket_bits;
 
@@ -713,7 +712,7 @@ int tmem_index_init(void)
 		tmem_buckets[i].nr_made = 0;
 		RCU_INIT_POINTER(tmem_buckets[i].objects, NULL);
 	}
-	tmem_index_budget_init(limit_bytes, (long)nr * sizeof(*tmem_buckets));
+	tmem_index_budget_init((long)nr * sizeof(*tmem_buckets));
 	return 0;
 }
 

@@ -227,6 +227,7 @@ static void report_work_fn(struct work_struct *work)
 	 * generation in case a notification was lost.
 	 */
 	tmem_dev_resync(dev, false);
+	tmem_ram_check(dev);
 	if (generation) {
 		tmem_breaker_probe(dev);
 		soon = tmem_reset_check(dev, send_report(dev, generation));

@@ -90,10 +90,7 @@ static const char *unsuitable(struct virtio_device *vdev)
  */
 static unsigned int share_pages(unsigned int eighths)
 {
-	unsigned long budget_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
-				     TMEM_BUDGET_FLOOR_BYTES;
-
-	return min(budget_bytes / 8 * eighths / PAGE_SIZE, (unsigned long)UINT_MAX);
+	return min(tmem_budget_bytes() / 8UL * eighths / PAGE_SIZE, (unsigned long)UINT_MAX);
 }
 
 static int read_limits(struct tmem_dev *dev)
@@ -205,6 +202,7 @@ static int set_up(struct virtio_device *vdev)
 	if (!dev)
 		return -ENOMEM;
 	dev->vdev = vdev;
+	dev->ram_pages = totalram_pages();
 	dev->retain = retain && virtio_has_feature(vdev, VIRTIO_TMEM_F_RETAIN);
 	spin_lock_init(&dev->window_lock);
 	init_waitqueue_head(&dev->feeder_wait);
@@ -236,9 +234,7 @@ static int set_up(struct virtio_device *vdev)
 	if (err)
 		goto fail_feeder;
 	virtio_device_ready(vdev);
-	if (dev->retain)
-		dev->index_extra_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RETAIN_DIVISOR;
-	tmem_index_reserve((long)dev->memory_bytes - dev->index_extra_bytes);
+	tmem_index_reserve(dev->memory_bytes, dev->retain);
 	tmem_pools_device(true);
 	wake_up_process(dev->feeder);
 	rcu_assign_pointer(tmem_device, dev);
@@ -277,7 +273,7 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_pools_forget();
 	tmem_pools_device(false);
 	tmem_index_sweep();
-	tmem_index_reserve(dev->index_extra_bytes - (long)dev->memory_bytes);
+	tmem_index_reserve(0, false);
 	free_device(dev);
 	vdev->priv = NULL;
 }
@@ -395,9 +391,12 @@ int tmem_core_init(void)
 	err = tmem_index_init();
 	if (err)
 		return err;
-	err = tmem_sysfs_init();
+	err = tmem_ram_init();
 	if (err)
 		goto fail_index;
+	err = tmem_sysfs_init();
+	if (err)
+		goto fail_ram;
 	err = register_pm_notifier(&pm_block);
 	if (err)
 		goto fail_sysfs;
@@ -409,6 +408,8 @@ fail_pm:
 	unregister_pm_notifier(&pm_block);
 fail_sysfs:
 	tmem_sysfs_exit();
+fail_ram:
+	tmem_ram_exit();
 fail_index:
 	tmem_index_exit();
 	return err;
@@ -423,6 +424,7 @@ void tmem_core_exit(void)
 	unregister_virtio_driver(&tmem_driver);
 	unregister_pm_notifier(&pm_block);
 	tmem_sysfs_exit();
+	tmem_ram_exit();
 	tmem_pools_exit();
 	tmem_evict_exit();
 	tmem_index_exit();

@@ -10,7 +10,7 @@
 #include <linux/string.h>
 #include <linux/sysfs.h>
 
-#include "../core/core.h"
+#include "../core/budget.h"
 #include "../hooks/hooks.h"
 #include "../testing.h"
 
@@ -61,6 +61,9 @@ MODULE_PARM_DESC(test_cookies, "TEST: number of cookies that a queue has left wh
 unsigned int tmem_test_sweeps;
 module_param_named(test_sweeps, tmem_test_sweeps, uint, 0444);
 MODULE_PARM_DESC(test_sweeps, "TEST: number of walks through the index that free entries of former pools");
+
+module_param_named(test_index_limit, tmem_index_limit_bytes, long, 0444);
+MODULE_PARM_DESC(test_index_limit, "TEST: limit of the index in bytes, for the present size of RAM");
 
 module_param_named(test_pools_freed, tmem_pools_nr_freed, uint, 0444);
 MODULE_PARM_DESC(test_pools_freed, "TEST: number of pools of former file systems whose memory is not free yet");

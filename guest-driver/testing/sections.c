@@ -4,10 +4,10 @@
  * Writing 1 to the parameter test_sections runs the measurement, on a guest with one processor and
  * an otherwise idle machine. Reading the parameter returns the results.
  *
- * A real-time thread on the processor of the operation wakes every PERIOD_NS and records its largest
- * delay. The thread is delayed while the operation neither reschedules nor enables interrupts. Other
- * work of the kernel delays it, too, so the result is the smallest value of several rounds. The
- * result "idle" is the delay beside a loop that reschedules all the time.
+ * A real-time thread on the processor of the operation wakes every PERIOD_NS and records its
+ * largest delay. The thread is delayed while the operation neither reschedules nor enables
+ * interrupts. Other work of the kernel delays it, too, so the result is the smallest value of
+ * several rounds. The result "idle" is the delay beside a loop that reschedules all the time.
  */
 #include <linux/delay.h>
 #include <linux/hrtimer.h>
@@ -25,13 +25,13 @@
 #define SECTION_IDLE_MS		50
 #define SECTION_ROUNDS		3
 /*
- * Number of leaves of 64 pages, each with one entry: as many as a held file of 10 GiB has. They take
- * 3.3 MB of the index, which must not become full.
+ * Number of leaves of 64 pages, each with one entry: as many as a held file of 10 GiB has. They
+ * take 3.3 MB of the index, which must not become full.
  */
 #define SECTION_LEAVES		40960
 /* Maximum number of inodes in one bucket of the index, and a limit of the search for them. */
 #define SECTION_INODES	512
-#define SECTION_SEARCH_MAX	(1U << 26)
+#define SECTION_SEARCH_MAX	BIT(26)
 /* Attempts, 1 ms apart, to store the first entry, while the host has not confirmed the pool. */
 #define SECTION_RETRIES		10000
 #define INO		12
@@ -159,7 +159,7 @@ static int run_sections(void)
 	tmem_invalidate_inode(key.pool, key.ino, TMEM_INVAL_INODE);
 	end_section(INODE, begin, nr);
 
-	/* Each call searches the complete bucket, as a direct write does, in vain but for the last. */
+	/* Each call searches the complete bucket, as a direct write to a marked inode does. */
 	nr = fill_bucket(&key, &ino);
 	key.ino = INO;
 	begin_section(&begin);
@@ -186,7 +186,7 @@ static int set_sections(const char *value, const struct kernel_param *param)
 
 	mutex_lock(&sections_lock);
 	for (i = 0; i < NR_SECTIONS; i++)
-		result[i].longest_ns = result[i].total_ns = U64_MAX;
+		memset(&result[i], 0xff, sizeof(result[i]));
 	for (i = 0; i < SECTION_ROUNDS && !err; i++)
 		err = run_sections();
 	mutex_unlock(&sections_lock);

@@ -21,7 +21,7 @@ LAYERS = """
 core/trace core/dev
 core/stats core/budget core/pool_id core/bounce
 core/leaf core/policy core/bypass core/admit core/queue core/control core/sysfs core/reset
-core/index core/retain
+core/index core/retain core/ram
 core/ring core/evict
 core/send
 core/feeder core/get core/pool core/pace

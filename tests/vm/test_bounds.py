@@ -92,7 +92,7 @@ def test_former_pools_are_released_while_there_is_no_back_end(
         ],
     )
     guest.sh("mkdir /other")
-    mount = f"mount -t ext4 $(blkid -L other 2>/dev/null || echo /dev/vdb) /other"
+    mount = "mount -t ext4 $(blkid -L other 2>/dev/null || echo /dev/vdb) /other"
     loop = f"for i in $(seq {ROUNDS}); do {mount} && umount /other || exit 1; done"
 
     # The pools are empty, so no unmount needs a walk through the index.

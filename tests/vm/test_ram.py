@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The driver's memory follows the guest's RAM when it is hot-plugged or taken by a balloon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import (
+    PARAMETERS,
+    driver_vm,
+    evict,
+    load,
+    start_daemon,
+    stats,
+    wait_served,
+    wait_state,
+)
+
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem, Vm
+from harness.wait import until
+
+pytest_plugins = ["shared_fixtures"]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+# Longest time until the device was set up for another size of RAM: the size has to last for 10 s,
+# and the driver looks every 10 s.
+RESET_SECONDS = 90
+# The index also has one entry of 8 bytes for each page of RAM, because the device retains pages.
+RETAIN_DIVISOR = 512
+
+
+def boot(
+    session: Session, kernel: Kernel, module: Path, mib: int, arguments: list[str], *modules: str
+) -> tuple[Vm, Guest]:
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(start_daemon(session).socket("vm1")),
+        memory_bytes=mib * MIB,
+        arguments=arguments,
+        modules=list(modules),
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    return vm, guest
+
+
+def ram(guest: Guest) -> int:
+    return int(guest.sh("grep ^MemTotal: /proc/meminfo").split()[1]) * 1024
+
+
+def bound(guest: Guest) -> int:
+    """Returns the documented limit of the driver's memory in bytes."""
+    return ram(guest) // 100 + 2 * MIB + ram(guest) // RETAIN_DIVISOR
+
+
+def limit(guest: Guest) -> int:
+    return int(guest.read(f"{PARAMETERS}/test_index_limit"))
+
+
+def check_hits(guest: Guest) -> None:
+    guest.sh("dd if=/dev/urandom of=/mnt/f bs=1M count=1 2>/dev/null; sync")
+    evict(guest, ["/mnt/f"])
+    before = stats(guest)["hits"]
+    guest.sh("cat /mnt/f >/dev/null")
+    assert stats(guest)["hits"] > before + 64
+
+
+def test_memory_follows_hot_plugged_ram(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    vm, guest = boot(session, kernel, test_module, 256, ["-m", "slots=2,maxmem=2G"])
+    before, limit_before = stats(guest), limit(guest)
+    guest.sh("echo online >/sys/devices/system/memory/auto_online_blocks")
+    more = {"qom-type": "memory-backend-memfd", "size": 768 * MIB, "id": "more", "share": True}
+    vm.qmp.execute("object-add", more)
+    vm.qmp.execute("device_add", {"driver": "pc-dimm", "id": "dimm", "memdev": "more"})
+    until(lambda: ram(guest) > 900 * MIB, 60, "the guest uses the new memory")
+    # The limit follows at once. The put ring and the bounce pages follow after a reset.
+    assert limit(guest) > limit_before + 700 * MIB // 100
+    until(lambda: stats(guest)["device_resets"] == 1, RESET_SECONDS, "the device is set up again")
+    wait_state(guest, "on")
+    wait_served(guest)
+    after = stats(guest)
+    assert after["memory_bytes"] > before["memory_bytes"] + 2 * MIB
+    assert after["memory_bytes"] <= bound(guest)
+    check_hits(guest)
+
+
+def test_memory_follows_a_balloon(session: Session, kernel: Kernel, test_module: Path) -> None:
+    balloon = ["-device", "virtio-balloon-pci,id=balloon"]
+    vm, guest = boot(session, kernel, test_module, 1024, balloon, "virtio_balloon")
+    assert stats(guest)["memory_bytes"] > 300 * MIB // 100 + 2 * MIB
+    vm.qmp.execute("balloon", {"value": 256 * MIB})
+    until(lambda: ram(guest) < 260 * MIB, 120, "the balloon has taken the memory")
+    until(
+        lambda: stats(guest)["memory_bytes"] <= bound(guest),
+        RESET_SECONDS,
+        "the driver's memory is within its limit for the smaller RAM",
+    )
+    wait_state(guest, "on")
+    wait_served(guest)
+    assert stats(guest)["device_resets"] == 1
+    check_hits(guest)
