@@ -72,6 +72,34 @@ long tmem_index_limit(void)
 	return tmem_test_limit(READ_ONCE(tmem_index_limit_bytes));
 }
 
+/*
+ * The module's memory follows the size of RAM up to this many times the RAM of the kernel's own
+ * zones. The kernel cannot move the module's memory, so that memory is never in ZONE_MOVABLE, which
+ * may have nearly all RAM after a hot-plug.
+ */
+#define KERNEL_RAM_FACTOR	4
+
+/* Returns the size of RAM that counts for the module's memory, in bytes. */
+static long counted_ram_bytes(void)
+{
+	return min(totalram_pages(), KERNEL_RAM_FACTOR * nr_free_buffer_pages()) * PAGE_SIZE;
+}
+
+static long budget_of(long ram_bytes)
+{
+	return ram_bytes / TMEM_BUDGET_RAM_DIVISOR + (long)TMEM_BUDGET_FLOOR_BYTES;
+}
+
+/**
+ * tmem_index_entry_bytes() - return how much memory the index may use without its hash table
+ *
+ * Return: bytes.
+ */
+long tmem_index_entry_bytes(void)
+{
+	return max(tmem_index_limit() - tmem_index_table_bytes, 0L);
+}
+
 /**
  * tmem_budget_bytes() - return how much memory the module may use without VIRTIO_TMEM_F_RETAIN
  *
@@ -79,7 +107,7 @@ long tmem_index_limit(void)
  */
 long tmem_budget_bytes(void)
 {
-	return totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR + TMEM_BUDGET_FLOOR_BYTES;
+	return budget_of(counted_ram_bytes());
 }
 
 /*
@@ -88,12 +116,15 @@ long tmem_budget_bytes(void)
  */
 static void update_limit(void)
 {
-	long bytes = tmem_budget_bytes() - reserved_bytes;
+	long ram_bytes, bytes;
 
 	lockdep_assert_held(&limit_lock);
+	/* If RAM changes after this line, tmem_index_follow_ram() finds another size later. */
 	WRITE_ONCE(limit_ram_pages, totalram_pages());
+	ram_bytes = counted_ram_bytes();
+	bytes = budget_of(ram_bytes) - reserved_bytes;
 	if (reserved_for_retain)
-		bytes += totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RETAIN_DIVISOR;
+		bytes += ram_bytes / (long)TMEM_BUDGET_RETAIN_DIVISOR;
 	WRITE_ONCE(tmem_index_limit_bytes, max(bytes, tmem_index_table_bytes));
 }
 
@@ -418,7 +449,8 @@ void tmem_evict_start(void)
  */
 bool tmem_index_allows_small(void)
 {
-	return atomic_long_read(&tmem_index_used_bytes) <= tmem_index_limit() / 8 * SMALL_EIGHTHS;
+	return atomic_long_read(&tmem_index_used_bytes) <=
+	       tmem_index_table_bytes + tmem_index_entry_bytes() / 8 * SMALL_EIGHTHS;
 }
 
 /**

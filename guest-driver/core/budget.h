@@ -55,6 +55,7 @@ static inline void tmem_index_add_retained(long pages)
 
 void tmem_index_budget_init(long table_bytes);
 long tmem_index_limit(void);
+long tmem_index_entry_bytes(void);
 bool tmem_charge(long bytes);
 void tmem_uncharge(long bytes);
 unsigned int tmem_nodes_missing(struct xarray *xa, unsigned long index);

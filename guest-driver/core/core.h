@@ -311,8 +311,10 @@ struct tmem_dev {
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
 	unsigned long ram_pages;	/* size of RAM for which the device was set up */
-	unsigned long ram_changed_at;	/* in jiffies, if ram_changed; used by the report work */
-	bool ram_changed;		/* RAM has another size; used by the report work */
+	/* RAM, in pages, if it is too far from ram_pages, or 0; used by the report work */
+	unsigned long ram_new_pages;
+	/* when RAM got the size ram_new_pages, in jiffies; used by the report work */
+	unsigned long ram_changed_at;
 	struct tmem_admit *admit;
 	/*
 	 * References of tasks that use the device and may sleep: tmem_get() and

@@ -37,6 +37,9 @@
  */
 enum victims { ALL_LEAVES, RETAINED_LEAVES, FIRST_PAGES };
 
+/* Number of objects that a sweep takes out of a bucket before it drops the bucket's lock. */
+#define SWEEP_OBJECTS		64
+
 static unsigned int evict_hand;		/* next bucket of the evictor; used by the work item only */
 
 /*
@@ -47,10 +50,12 @@ static void sweep_work_fn(struct work_struct *work)
 {
 	struct object __rcu *freed = NULL, **link;
 	struct object *object;
+	unsigned int budget;
 	unsigned long i;
 
 	TMEM_TEST_COUNT(sweeps);
-	for (i = 0; i < 1UL << tmem_bucket_bits; i++) {
+	for (i = 0; i < 1UL << tmem_bucket_bits; i += !!budget) {
+		budget = SWEEP_OBJECTS;
 		spin_lock_irq(&tmem_buckets[i].lock);
 		for (link = &tmem_buckets[i].objects; (object = chain_object(link));
 		     link = chain_step(link, object)) {
@@ -59,6 +64,8 @@ static void sweep_work_fn(struct work_struct *work)
 			uncount_object(object);
 			chain_cut(link);
 			chain_add(&freed, object);
+			if (!--budget)
+				break;	/* continue in this bucket after the lock was dropped */
 		}
 		spin_unlock_irq(&tmem_buckets[i].lock);
 		while ((object = chain_pop(&freed))) {
@@ -187,6 +194,9 @@ static void evict_full(long low)
 	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
 	struct tmem_dev *dev;
 
+	/* Marks and policies alone may fill a small index. The evictor cannot free them. */
+	if (!tmem_index_pages())
+		return;
 	if (tmem_index_retained_pages())
 		evict(RETAINED_LEAVES, 1UL << tmem_bucket_bits, low);
 	evict(ALL_LEAVES, 2UL << tmem_bucket_bits, low);
@@ -219,7 +229,7 @@ static void evict_small(long low)
 
 static void evict_work_fn(struct work_struct *work)
 {
-	long low = tmem_index_limit() / 16 * FULL_SIXTEENTHS;
+	long low = tmem_index_table_bytes + tmem_index_entry_bytes() / 16 * FULL_SIXTEENTHS;
 
 	if (test_and_clear_bit(TMEM_EVICT_FULL, &tmem_evict_requests))
 		evict_full(low);

@@ -55,7 +55,8 @@
 /*
  * Maximum number of objects in a bucket. A walk through a full bucket takes about 50 us with
  * interrupts off, if no object is in the processor's cache. No bucket comes near this number unless
- * a user chooses inode numbers for it.
+ * a user chooses inode numbers for it, or RAM has grown by a factor of ten since the module was
+ * loaded. The oldest object of a full bucket makes room for a new one.
  */
 #define BUCKET_OBJECTS_MAX	512
 
@@ -165,8 +166,13 @@ static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool, u
 
 	for (object = chain_object(&bucket->objects); object;
 	     object = chain_object(&object->next))
-		if (++objects == BUCKET_OBJECTS_MAX)
-			return ERR_PTR(-ENOSPC);
+		if (++objects == BUCKET_OBJECTS_MAX) {
+			tmem_count_n(TMEM_STAT_index_evicted,
+				     object_pages(object) - object_retained(object));
+			tmem_count_n(TMEM_STAT_retained_evicted, object_retained(object));
+			tmem_object_detach(nr, object, TMEM_INVAL_DROPPED);
+			break;
+		}
 	object = tmem_object_new(index);
 	if (IS_ERR(object))
 		return object;

@@ -17,8 +17,8 @@
 /* The device is set up again if RAM has become larger or smaller by this factor. */
 #define RAM_FACTOR	2
 /*
- * Time in seconds for which RAM must keep its new size, because a reset empties the cache. A balloon
- * may take several seconds to reach its size.
+ * Time in seconds for which RAM must keep its new size, because a reset empties the cache. A
+ * balloon may take several seconds to reach its size.
  */
 #define RAM_SETTLE_S	10
 
@@ -37,9 +37,9 @@ void tmem_ram_check(struct tmem_dev *dev)
 
 	tmem_index_follow_ram();
 	if (ram < dev->ram_pages * RAM_FACTOR && ram > dev->ram_pages / RAM_FACTOR) {
-		dev->ram_changed = false;
-	} else if (!dev->ram_changed) {
-		dev->ram_changed = true;
+		dev->ram_new_pages = 0;
+	} else if (ram != dev->ram_new_pages) {
+		dev->ram_new_pages = ram;
 		dev->ram_changed_at = now;
 	} else if (time_after_eq(now, dev->ram_changed_at + RAM_SETTLE_S * HZ)) {
 		tmem_dev_reset_soon("the size of RAM has changed");

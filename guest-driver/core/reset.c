@@ -79,8 +79,9 @@ static void reset_work_fn(struct work_struct *work)
 	tmem_count(TMEM_STAT_device_resets);
 	reset_again = now + RESET_PERIOD_S * HZ;
 	/*
-	 * If the device is removed at the same time, the driver core only finds out that it has no
-	 * driver any more. tmem_probe() reports its errors itself.
+	 * If the device is removed at the same time, the driver core does not bind it again. If an
+	 * operator unbinds it at the same time, the reset may bind it again. tmem_probe() reports
+	 * its errors itself.
 	 */
 	err = device_reprobe(&vdev->dev);
 	if (err)

@@ -17,33 +17,34 @@
 #include "hooks.h"
 
 /*
- * Returns whether truncate_inode_pages_range() zeroes only a part of the folio that contains byte
- * @edge, one end of its range, and may leave the folio in the page cache. It splits a large folio,
- * or removes the folio if it cannot be split, so that no page stays that lies wholly in the range.
- * But a dirty folio that cannot be split stays.
+ * Returns whether a cached folio contains byte @edge and bytes before it. After a truncation with
+ * an end at @edge, a part of such a folio has been zeroed: the folio contains a page that is only
+ * in part in the range, or it is a dirty large folio that could not be split. The truncation
+ * removes all other folios.
  */
-static bool zeroes_part_at(struct address_space *mapping, loff_t edge)
+static bool cached_across(struct address_space *mapping, loff_t edge)
 {
 	struct folio *folio = filemap_get_folio(mapping, edge >> PAGE_SHIFT);
-	bool part;
+	bool across;
 
-	/* Before 6.3 the result for a page that is not cached is NULL, and an error since then. */
+	/* If no folio is cached, the result is NULL before Linux 6.3, and an error since then. */
 	if (IS_ERR_OR_NULL(folio))
 		return false;
-	part = edge > folio_pos(folio) && (offset_in_page(edge) || folio_test_dirty(folio));
+	across = edge > folio_pos(folio);
 	folio_put(folio);
-	return part;
+	return across;
 }
 
 /*
- * Returns whether a truncation may leave a page in the page cache of which it has zeroed bytes that
- * lie inside the file. A truncation to a smaller size only zeroes bytes behind the new end. The
- * caller of the truncation locks out everything that could add a page or make one dirty.
+ * Returns whether a truncation has zeroed bytes inside the file that are still cached. A truncation
+ * to a smaller size zeroes only bytes behind the new end.
  */
-static bool leaves_zeroed_part(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
+static bool left_zeroes(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
 {
-	return (start_byte < i_size_read(mapping->host) && zeroes_part_at(mapping, start_byte)) ||
-	       ((u64)last_byte != U64_MAX && zeroes_part_at(mapping, last_byte + 1));
+	if (start_byte >= i_size_read(mapping->host))
+		return false;
+	return cached_across(mapping, start_byte) ||
+	       ((u64)last_byte != U64_MAX && cached_across(mapping, last_byte + 1));
 }
 
 /*
@@ -62,10 +63,10 @@ static bool leaves_zeroed_part(struct address_space *mapping, loff_t start_byte,
  * becomes retained, because no page is read in. The entries of an inode that is only evicted from
  * memory stay.
  *
- * Punching and zeroing call this function before they change the blocks, which may fail, for example
- * on a full file system. A clean page of which a part was zeroed then differs from the disk. So the
- * inode is marked if a page with a zeroed part may stay cached. The inode is open for writing, so
- * the mark stays at least until it is closed.
+ * Punching and zeroing call this function before they change the blocks, which may fail, for
+ * example on a full file system. A clean page of which a part was zeroed then differs from the
+ * disk. So the inode is marked if a folio with a zeroed part stays cached. The mark stays at least
+ * until the folio has left the page cache.
  */
 static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
 {
@@ -85,9 +86,6 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	fs = ours ? tmem_fs_get(inode->i_sb) : NULL;
 	if (fs) {
 		tmem_verify_void(fs, inode->i_ino, first, last);
-		if (leaves_zeroed_part(mapping, start_byte, last_byte) &&
-		    tmem_bypass(fs->pool, inode->i_ino))
-			tmem_fs_sweep_soon(fs);
 		if (!mapping_exiting(mapping))
 			tmem_invalidate_range(fs->pool, inode->i_ino, first, last,
 					      TMEM_INVAL_TRUNCATE);
@@ -108,6 +106,14 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 			if (mapping_exiting(mapping)) {
 				tmem_fs_inode_gone(fs, inode);
 			} else if (first <= last) {
+				/*
+				 * Mark before erasing: reclaim may have put a page with zeroes
+				 * meanwhile, and this entry is erased. No page of the range was
+				 * read in since.
+				 */
+				if (left_zeroes(mapping, start_byte, last_byte) &&
+				    tmem_bypass(fs->pool, inode->i_ino))
+					tmem_fs_sweep_soon(fs);
 				tmem_invalidate_range(fs->pool, inode->i_ino, first, last,
 						      TMEM_INVAL_TRUNCATE);
 				tmem_fs_clear_mark(fs, inode, 0);

@@ -74,8 +74,8 @@ void tmem_fs_bypass(struct tmem_fs *fs, struct inode *inode, enum tmem_inval why
 }
 
 /*
- * Clears a mark unless a task, or the kernel itself, may be writing below the page cache. The kernel
- * does so while the inode is a quota file or a swap file.
+ * Clears a mark unless a task, or the kernel itself, may be writing below the page cache. The
+ * kernel does so while the inode is a quota file or a swap file.
  */
 static void unmark(struct tmem_fs *fs, const struct inode *inode)
 {

@@ -152,6 +152,11 @@ static void run_get(struct tmem_run *run, struct tmem_read *rd, pgoff_t index, u
 	struct tmem_mount_counts __percpu *counts = rd->fs->mount->counts;
 	unsigned int wanted = bitmap_weight(run->want, nr), hits;
 
+	/* A wrong page may have blocked the mount since the read began. */
+	if (tmem_bypass_is_all(rd->fs->pool)) {
+		bitmap_zero(run->want, nr);
+		return;
+	}
 	dispatch_reads(rd);
 	hits = tmem_get(&rd->key, index, nr, run->pages, run->want, rd->deadline_ns,
 			rd->isize_bytes >> PAGE_SHIFT);

@@ -27,11 +27,12 @@
 #define EXT4_INCOMPAT_INLINE_DATA	0x8000
 
 /*
- * Number of attempts, 1 ms apart, to find the buffer of the superblock. A search does not find a
- * buffer whose page the kernel tries to migrate at this moment. Such a migration ends soon and
- * fails, because ext4 uses the buffer.
+ * Number of attempts to find the buffer of the superblock, and the time between two of them. A
+ * search does not find a buffer whose page the kernel tries to migrate at this moment. Such a
+ * migration ends soon and fails, because ext4 uses the buffer.
  */
-#define SUPER_TRIES 100
+#define SUPER_TRIES 5
+#define SUPER_TRY_MS 20
 
 /**
  * tmem_sb_has_option() - check whether a mount has an option
@@ -69,7 +70,7 @@ bool tmem_sb_has_option(struct super_block *sb, const char *option)
  * adds the feature to a mounted file system. e2fsck may add it to a damaged root that is mounted
  * read-only, and then demands a restart of the system.
  *
- * Context: process, sleeps for SUPER_TRIES ms at most, does no I/O.
+ * Context: process, sleeps for SUPER_TRIES * SUPER_TRY_MS at most, does no I/O.
  * Return: the reason not to serve the file system, or NULL.
  */
 const char *tmem_ext4_refusal(struct super_block *sb)
@@ -89,7 +90,7 @@ const char *tmem_ext4_refusal(struct super_block *sb)
 		bh = sb_find_get_block(sb, EXT4_SUPER_OFFSET / sb->s_blocksize);
 		if (bh)
 			break;
-		msleep(1);
+		msleep(SUPER_TRY_MS);
 	}
 	if (!bh || !buffer_uptodate(bh))
 		goto out;

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from harness.paths import HarnessError
-from harness.wait import Deadline
+from harness.wait import WaitTimeout, scaled
 
 REPLY_SECONDS = 20.0  # longest time until QEMU answers a packet
 READ_MAX = 2048  # largest number of bytes that fits into a packet of QEMU
@@ -20,7 +20,7 @@ class Gdb:
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(REPLY_SECONDS)
+        self._socket.settimeout(scaled(REPLY_SECONDS))
         self._socket.connect(str(path))
         self._buffer = b""
 
@@ -61,9 +61,12 @@ class Gdb:
 
     def wait(self, seconds: float) -> None:
         """Waits until the VM stops at a breakpoint or after a step."""
-        self._socket.settimeout(Deadline(seconds, "the VM stops at a breakpoint").left())
-        stop = self._reply()
-        self._socket.settimeout(REPLY_SECONDS)
+        self._socket.settimeout(scaled(seconds))
+        try:
+            stop = self._reply()
+        except TimeoutError:
+            raise WaitTimeout(f"the VM did not stop at a breakpoint for {seconds:g} s") from None
+        self._socket.settimeout(scaled(REPLY_SECONDS))
         if not stop.startswith(("T05", "S05")):
             raise HarnessError(f"QEMU's GDB server reports no breakpoint: {stop}")
 

@@ -10,6 +10,7 @@ from driver import (
     MODULE,
     PARAMETERS,
     SYSFS,
+    WHERE,
     driver_guest,
     evict,
     start_daemon,
@@ -17,7 +18,7 @@ from driver import (
     wait_served,
     wait_state,
 )
-from test_mounts import WHERE, Mount
+from test_mounts import Mount
 
 from harness import disk
 from harness.disk import Disk
@@ -118,7 +119,9 @@ def test_unmount_frees_the_entries_in_the_background(
     mount = Mount(guest, WHERE)
     assert guest.sh(f"stat -c %a {mount.path}/held_pages").strip() == "400"
     table = stats(guest)["index_bytes"]
+    # Read the file again: the driver puts only a part of the large folios that a write makes.
     guest.sh("dd if=/dev/urandom of=/mnt/f bs=1M count=4 2>/dev/null; sync")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     held = evict(guest, ["/mnt/f"])["index_pages"]
     assert mount.count("held_pages") == held > 512
     before = stats(guest)["invalidations_unmount"]

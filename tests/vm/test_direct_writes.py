@@ -31,8 +31,8 @@ OLD, NEW = b"A" * PAGE, b"B" * PAGE
 # Number of files that a process has open for direct writes, like the tables of a database.
 TABLES = 10_000
 # Limit of the index in bytes. Marks of 2,048 neighbouring inode numbers take an XArray node of 584
-# bytes, and nodes of higher levels. All marks together may take a quarter of the index. So the marks
-# may use three nodes, and the test's files need more.
+# bytes, and nodes of higher levels. All marks together may take a quarter of the index. So the
+# marks may use three nodes, and the test's files need more.
 MARKS_ROOM_BYTES = 4 * (3 * 584)
 MANY_MARKS = 6000
 # Longest time until the driver has freed marks that are no longer needed. The driver

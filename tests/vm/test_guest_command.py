@@ -262,9 +262,9 @@ def test_requests_without_permission_and_invalid_requests_are_refused(
 def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_module: Path) -> None:
     guest, sums = start(session, kernel, test_module)
     guest.sh(f"mkdir {WHERE}/d && cd {WHERE}/d && for i in $(seq 400); do echo >$i; done; sync", 60)
-    # Policies may use an eighth of this limit of the index, in bytes. That is enough for four XArray
-    # nodes of 584 bytes. The lowest level has one node for the policies of 64 inode numbers, and
-    # there are one or two higher levels.
+    # Policies may use an eighth of this limit of the index, in bytes. That is enough for four
+    # XArray nodes of 584 bytes. The lowest level has one node for the policies of 64 inode numbers,
+    # and there are one or two higher levels.
     set_parameter(guest, "test_index_bytes", str(8 * 4 * 584))
     refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "limit of policies")
     answer = say(guest, f"policy {WHERE}/d")

@@ -114,7 +114,7 @@ def test_page_with_an_injected_memory_error_is_not_put(
     _, guest, content = boot(session, kernel, test_module, retain)
     before = stats(guest)
     set_parameter(guest, "inject_memory_error", "1")
-    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 120)
     set_parameter(guest, "inject_memory_error", "0")
     check_lost(guest, content, before, PAGES)
 
@@ -126,7 +126,7 @@ def wait_copy(gdb: Gdb, function: int, content: bytes) -> int:
     """
     begins = {content[at : at + READ_MAX] for at in range(0, len(content), PAGE)}
     for _ in range(CALLS_MAX):
-        gdb.wait(30)
+        gdb.wait(60)
         source = gdb.registers()["rsi"]
         if gdb.memory(source, READ_MAX) in begins:
             return source
@@ -150,18 +150,18 @@ def test_machine_check_during_the_copy_of_an_evicted_page_loses_only_the_page(
         session, kernel, module, retain, arguments=arguments, cmdline="mitigations=off"
     )
     assert re.search(r"^flags.*\berms\b", guest.read("/proc/cpuinfo"), re.MULTILINE)
-    function = int(guest.sh(f"grep -w {COPY} /proc/kallsyms").split()[0], 16)
+    function = int(guest.sh(f"grep -w {COPY} /proc/kallsyms", 120).split()[0], 16)
     before = stats(guest)
     gdb = Gdb(path)
     gdb.set_breakpoint(function)
     gdb.resume()
-    job = guest.start("echo 1 >/proc/sys/vm/drop_caches", 60)
+    job = guest.start("echo 1 >/proc/sys/vm/drop_caches", 120)
     source = wait_copy(gdb, function, content)
     at = function + gdb.memory(function, COPY_BYTES).index(REP_MOVSB)
     gdb.clear_breakpoint(function)
     gdb.set_breakpoint(at)
     gdb.resume()
-    gdb.wait(30)
+    gdb.wait(60)
     physical = int(vm.qmp.human(f"gva2gpa {source:#x}").split()[1], 16)
     vm.qmp.human(f"mce 0 {BANK} {STATUS:#x} {MCG_STATUS} {physical:#x} {MISC_PHYSICAL:#x}")
     gdb.clear_breakpoint(at)

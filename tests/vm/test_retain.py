@@ -439,8 +439,9 @@ def test_full_index_erases_retained_entries_first(
         evict_one(guest, f"{WHERE}/f{number}")
         if stats(guest)["retained_evicted"] > 0:
             break
+    # The evictor frees 3/16 of the index's memory without the hash table.
     until(
-        lambda: stats(guest)["retained_evicted"] > retained // 2,
+        lambda: stats(guest)["retained_evicted"] > retained // 8,
         30,
         "the driver erases retained entries",
     )
@@ -451,7 +452,7 @@ def test_full_index_erases_retained_entries_first(
     before = stats(guest)
     for path in some:
         after = evict_one(guest, path)
-    assert growth(before, after)["puts"] > retained // 2
+    assert growth(before, after)["puts"] > retained // 8
     assert checksums(guest, list(some)) == some
     wait_state(guest, "on")
 
