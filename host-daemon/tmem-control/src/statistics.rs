@@ -206,7 +206,8 @@ pub const STATISTICS: &[Statistic] = &[
 
     row(Pool, ("size_bytes", "tmem_pool_size_bytes", Exact), (Gauge, "bytes"), "current limit of the pool's memory, including metadata", POOL),
     row(Pool, ("configured_bytes", "tmem_pool_configured_bytes", Exact), (Gauge, "bytes"), "limit of the pool's memory while the host has enough memory", PRESSURE),
-    row(Pool, ("host_shrinks", "tmem_pool_host_shrinks", Exact), (Counter, "steps"), "steps by which the pool shrank because the host was short of memory", PRESSURE),
+    row(Pool, ("host_shrinks", "tmem_pool_host_shrinks{cause=memory}", Rest), (Counter, "steps"), "steps by which the pool shrank for the host or for a VM that started (metric: only those that `host_shrinks_stalls` does not count)", PRESSURE),
+    row(Pool, ("host_shrinks_stalls", "tmem_pool_host_shrinks{cause=stalls}", Exact), (Counter, "steps"), "part of `host_shrinks` whose reason was that tasks waited for memory (PSI), although the host had `host_free_min` available", PRESSURE),
     row(Pool, ("host_grows", "tmem_pool_host_grows", Exact), (Counter, "steps"), "steps by which the pool grew again towards its configured size", PRESSURE),
     row(Pool, ("held_bytes", "tmem_pool_memory_bytes{use=gaps}", RestInSteps), (Gauge, "bytes"), "host memory that the pool uses: frames and metadata (metric: only the unused parts of frames, `frames_bytes` minus `payload_bytes`)", POOL),
     row(Pool, ("frames_bytes", "", No), (Gauge, "bytes"), "memory for stored pages, including unused parts", HEAP),

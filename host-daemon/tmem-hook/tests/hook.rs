@@ -39,7 +39,7 @@ fn host() -> HookTest {
         config.pressure = Some(PressureConfig {
             host_free_min_bytes: FREE_MIN_BYTES,
             meminfo,
-            stalls: None,
+            ..PressureConfig::default()
         });
     });
     HookTest { daemon }

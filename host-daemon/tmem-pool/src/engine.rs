@@ -778,6 +778,11 @@ impl Engine {
         }
     }
 
+    /// Returns the sum of the reserves of all tenants in bytes.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.membership().reserved_bytes()
+    }
+
     /// Sets the full size in bytes: the size that the pool has while the host needs no memory back.
     /// At first it is the size with which the engine was created, and it is at most the pool's
     /// largest size. A new reserve must fit into the full size beside the reserves of other

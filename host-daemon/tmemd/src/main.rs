@@ -11,8 +11,8 @@ use std::time::Duration;
 use tmemd::config::arguments::Arguments;
 use tmemd::config::file::Settings;
 use tmemd::config::{self, Waiting, background_threads_default, workers_default};
-use tmemd::host::sandbox;
 use tmemd::host::watchdog::{self, NotifyState, Watchdog};
+use tmemd::host::{available, sandbox};
 use tmemd::{Config, ConfigError, Daemon};
 
 /// Returns the default path of the read-only control socket: the path of the control socket with
@@ -78,6 +78,7 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
             host_free_min_bytes: free_min,
             meminfo: "/proc/meminfo".into(),
             stalls,
+            group: available::own_group(),
         }),
         trace: arguments.trace.clone().map(|path| config::TraceConfig {
             path,

@@ -685,6 +685,7 @@ fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
             host_free_min_bytes: 256 << 20,
             meminfo: path("meminfo"),
             stalls: Some(path("pressure")),
+            group: None,
         }),
         ..config(directory.path())
     };
@@ -711,10 +712,20 @@ fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
     host(1 << 30, 0);
     until("the pool begins to grow", || pool().host_grows > 0);
     let size_bytes = pool().size_bytes;
-    // From here on, the PSI file reports that tasks wait for memory during a quarter of the time.
+    assert_eq!(pool().host_shrinks_stalls, 0);
+    // From here on, the PSI file reports that tasks wait for memory during 15 % of the time.
     let begun = Instant::now();
+    let stalled = |available| host(available, begun.elapsed().as_micros() as u64 * 15 / 100);
     until("the pool shrinks because tasks wait for memory", || {
-        host(1 << 30, begun.elapsed().as_micros() as u64 / 4);
+        stalled(512 << 20);
         pool().size_bytes < size_bytes
+    });
+    let shrunk = pool();
+    assert!(shrunk.host_shrinks_stalls > 0);
+    assert!(shrunk.host_shrinks > shrunk.host_shrinks_stalls);
+    // Tasks of one control group wait because of its limit, and the host has 24 GiB available.
+    until("the pool grows although tasks wait for memory", || {
+        stalled(24 << 30);
+        pool().host_grows > shrunk.host_grows
     });
 }

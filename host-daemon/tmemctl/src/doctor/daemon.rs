@@ -75,21 +75,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
             "systemctl restart tmemd: VMs go on without the cache meanwhile",
         ),
     }];
-    findings.push(match pool.size_bytes < pool.configured_bytes {
-        true => Finding::warning(
-            ("host-memory", DAEMON),
-            format!(
-                "the host is short of memory: the pool has {} of its configured {}",
-                size(pool.size_bytes),
-                size(pool.configured_bytes)
-            ),
-            &format!(
-                "tmemctl pool --size {}, or give VMs less memory",
-                pool.size_bytes
-            ),
-        ),
-        false => Finding::good(("host-memory", DAEMON), "the pool has its configured size"),
-    });
+    findings.push(host_memory(pool));
     findings.push(match pool.reserved_bytes > pool.size_bytes {
         true => Finding::warning(
             ("reserves", DAEMON),
@@ -115,6 +101,36 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
         ),
     });
     findings
+}
+
+/// Checks that the pool has its configured size. If not, the text says how often each reason has made
+/// the pool smaller since the daemon's start.
+fn host_memory(pool: &api::PoolStats) -> Finding {
+    let of = ("host-memory", DAEMON);
+    if pool.size_bytes >= pool.configured_bytes {
+        return Finding::good(of, "the pool has its configured size");
+    }
+    let of_stalls = pool.host_shrinks_stalls;
+    let of_memory = pool.host_shrinks - of_stalls;
+    let text = format!(
+        "the host is short of memory: the pool has {} of its configured {}. It shrank {of_memory} \
+         times because too little memory was available, and {of_stalls} times because tasks waited \
+         for memory",
+        size(pool.size_bytes),
+        size(pool.configured_bytes)
+    );
+    let smaller = format!(
+        "tmemctl pool --size {}, or give VMs less memory",
+        pool.size_bytes
+    );
+    let remedy = match of_stalls > of_memory {
+        true => format!(
+            "grep some /sys/fs/cgroup/*.slice/memory.pressure shows which control group waits: raise \
+             its memory limit. Otherwise {smaller}"
+        ),
+        false => smaller,
+    };
+    Finding::warning(of, text, &remedy)
 }
 
 fn control_socket(socket: &Path) -> Finding {
@@ -343,6 +359,15 @@ mod tests {
         let found = of_daemon(&daemon, &pool);
         assert_eq!(state(&found, "daemon"), State::Warning);
         assert_eq!(state(&found, "host-memory"), State::Warning);
+        // The remedy depends on the more frequent reason.
+        for (shrinks, stalls, limit) in [(9, 2, false), (9, 7, true)] {
+            (pool.host_shrinks, pool.host_shrinks_stalls) = (shrinks, stalls);
+            let found = host_memory(&pool);
+            let counts = format!("{} times because too little", shrinks - stalls);
+            assert!(found.text.contains(&counts), "{}", found.text);
+            let remedy = found.remedy.expect("the warning has no remedy");
+            assert_eq!(remedy.contains("raise its memory limit"), limit, "{remedy}");
+        }
         assert_eq!(state(&found, "reserves"), State::Warning);
         assert_eq!(state(&found, "bytes"), State::Fault);
     }

@@ -39,7 +39,8 @@ pub struct Settings {
     #[serde(deserialize_with = "bytes")]
     pub host_free_min: Option<u64>,
     /// Pressure (PSI) file that shows how long tasks wait for memory: the host's or that of a
-    /// control group. The pool also shrinks when tasks wait (default: /proc/pressure/memory).
+    /// control group. The pool also shrinks when tasks wait and little memory is left, but not below
+    /// the sum of all reserves (default: /proc/pressure/memory).
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub memory_pressure: Option<PathBuf>,

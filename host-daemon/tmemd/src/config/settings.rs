@@ -109,7 +109,7 @@ pub enum EventLoop {
 }
 
 /// Settings for shrinking the pool when the host is short of memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PressureConfig {
     /// Memory in bytes that the pool leaves available on the host; 0 for none.
     pub host_free_min_bytes: u64,
@@ -118,6 +118,8 @@ pub struct PressureConfig {
     /// Path of the pressure (PSI) file of the host or of a control group; None if the daemon does
     /// not watch waits for memory.
     pub stalls: Option<PathBuf>,
+    /// Directory of the daemon's control group; None if its limits do not matter.
+    pub group: Option<PathBuf>,
 }
 
 /// Settings of a trace of guests' requests that the daemon records.

@@ -205,10 +205,12 @@ pub fn of_pool(control: &Sources) -> api::PoolStats {
 /// Converts the engine's statistics of the pool to the form of the control interface.
 pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats {
     let size = &control.size;
+    let host_shrinks_stalls = load(&size.shrinks_stalls);
     api::PoolStats {
         size_bytes: int(stats.size_bytes),
         configured_bytes: int(size.full_bytes()),
-        host_shrinks: load(&size.shrinks),
+        host_shrinks: load(&size.shrinks_memory) + host_shrinks_stalls,
+        host_shrinks_stalls,
         host_grows: load(&size.grows),
         held_bytes: int(stats.held_bytes),
         frames_bytes: int(stats.frames_bytes),

@@ -5,6 +5,7 @@
 //! Belongs here: code that talks to the host kernel or the service manager and knows no VM. Out of
 //! scope: guest memory, see `memory/`.
 
+pub mod available;
 pub(crate) mod background;
 pub(crate) mod clock;
 pub mod heartbeat;

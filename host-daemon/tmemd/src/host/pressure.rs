@@ -3,13 +3,15 @@
 //!
 //! A thread reads the available memory of the host and how long tasks waited for memory (PSI). It
 //! does so at least once a second, and at once when the kernel reports such waits. The pool shrinks
-//! in steps by the amount that is missing. After a quiet period the pool grows back slowly: if it
+//! in steps by the amount that is missing. Waits count only while little memory is left on the host
+//! or in the daemon's control group: tasks of a control group also wait because of that group's own
+//! limit, and a smaller pool does not help them. After a quiet period the pool grows back slowly: if it
 //! grew as fast as it shrank, its size would oscillate. A pool contains only copies of pages, so
 //! shrinking it costs time and never data.
 
-use crate::config::meminfo::meminfo_bytes;
 use crate::config::settings::{POOL_BYTES_MIN, PressureConfig};
 use crate::events::bus::{EventKind, Events};
+use crate::host::available::Available;
 use crate::host::background::BackgroundWorkers;
 use crate::host::heartbeat::{Heartbeat, Heartbeats};
 use crate::util::event_fd::signal;
@@ -17,7 +19,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -47,9 +49,19 @@ const STALL_WINDOW: Duration = Duration::from_secs(2);
 const SHRINK_PART: u64 = 8;
 
 /// Divisor of the memory that the pool holds: one step frees a 16th of that memory when tasks wait
-/// although enough host memory is available. These tasks may wait because of a limit of their own,
+/// although `host_free_min` is available. These tasks may wait because of a limit of their own,
 /// which a smaller pool does not change.
 const STALL_SHRINK_PART: u64 = 16;
+
+/// Multiple of `host_free_min`: waits for memory count only while less than this is left. By
+/// default, `host_free_min` is at most a 32nd of the host's memory, so the pool releases at most an
+/// eighth of the host's memory because of waits. On a host with more memory left, tasks wait for
+/// other reasons, such as the limit of a control group.
+const STALL_FREE_FACTOR: u64 = 4;
+
+/// Smallest value that [`STALL_FREE_FACTOR`] multiplies, in bytes. A host without `host_free_min`
+/// thus still gets memory back when tasks wait and nearly no memory is left.
+const STALL_FREE_BYTES_MIN: u64 = 64 << 20;
 
 /// Smallest amount in bytes by which one step shrinks the pool, so that shrinking ends in bounded
 /// time.
@@ -81,11 +93,28 @@ const ROOM_POLL: Duration = Duration::from_millis(5);
 /// Readings of the host's memory, on which the size of the pool depends.
 #[derive(Clone, Copy, Debug)]
 struct Readings {
-    /// Memory that the host can allocate without harmful reclaim, in bytes; None if the host does
-    /// not report it.
-    available_bytes: Option<u64>,
+    /// Memory that is left on the host and in the daemon's control group.
+    available: Available,
     /// Whether tasks of the host wait long for memory, see [`STALL_PART`].
     stalled: bool,
+}
+
+/// Reason for which the pool changes its size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reason {
+    /// The host has less memory available than `host_free_min`.
+    HostShort,
+    /// Tasks wait for memory, and little memory is left.
+    Stalls,
+    /// The host was not short of memory for some time.
+    Calm,
+}
+
+/// Change of the pool's size that the governor has decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Change {
+    size_bytes: u64,
+    reason: Reason,
 }
 
 /// Decides the size of the pool. The caller passes the time and the readings of the host, so that
@@ -126,34 +155,66 @@ impl Governor {
         self.size_bytes
     }
 
-    /// Decides about one step. Returns the pool's new size in bytes; None if the size should not
-    /// change. `held_bytes` is the memory that the pool holds now.
-    fn step(&mut self, now: Instant, readings: Readings, held_bytes: u64) -> Option<u64> {
-        let available_bytes = readings.available_bytes.unwrap_or(u64::MAX);
+    /// Returns the memory in bytes below which waits for memory count.
+    fn stall_free_bytes(&self) -> u64 {
+        let free_min_bytes = self.free_min_bytes.max(STALL_FREE_BYTES_MIN);
+        free_min_bytes.saturating_mul(STALL_FREE_FACTOR)
+    }
+
+    /// Returns true if tasks wait for memory and a smaller pool can help them. If the host does not
+    /// report its available memory, waits are the only sign of a shortage and always count.
+    fn is_stalled(&self, readings: Readings) -> bool {
+        let Available {
+            host_bytes,
+            group_bytes,
+        } = readings.available;
+        let left_bytes = host_bytes.unwrap_or(0).min(group_bytes.unwrap_or(u64::MAX));
+        readings.stalled && left_bytes < self.stall_free_bytes()
+    }
+
+    /// Decides about one step. Returns None if the pool's size should not change. `held_bytes` is
+    /// the memory that the pool holds now, and `reserved_bytes` returns the sum of all reserves.
+    ///
+    /// Waits for memory alone never make the pool smaller than that sum: an operator has promised
+    /// these bytes, and the host has at least `host_free_min` available.
+    fn step(
+        &mut self,
+        now: Instant,
+        readings: Readings,
+        held_bytes: u64,
+        reserved_bytes: impl FnOnce() -> u64,
+    ) -> Option<Change> {
+        let available_bytes = readings.available.host_bytes.unwrap_or(u64::MAX);
         let missing_bytes = self.free_min_bytes.saturating_sub(available_bytes);
-        let size_bytes = if missing_bytes > 0 || readings.stalled {
-            self.calm_since = None;
-            let (wanted, part) = if missing_bytes > 0 {
-                (missing_bytes, SHRINK_PART)
-            } else {
-                (u64::MAX, STALL_SHRINK_PART)
-            };
-            // The step is subtracted from the memory that the pool holds, not from the pool's size.
-            // Memory that the pool does not hold cannot help the host. The new size also keeps the
-            // pool from taking more memory now.
-            let held_bytes = held_bytes.min(self.size_bytes);
-            let step_bytes = wanted.min((held_bytes / part).max(SHRINK_BYTES_MIN));
-            held_bytes
-                .saturating_sub(step_bytes)
-                .max(POOL_BYTES_MIN)
-                .min(self.size_bytes)
+        let (size_bytes, reason) = if missing_bytes > 0 {
+            let size_bytes = self.shrunk(held_bytes, missing_bytes, SHRINK_PART, 0);
+            (size_bytes, Reason::HostShort)
+        } else if self.is_stalled(readings) {
+            let size_bytes = self.shrunk(held_bytes, u64::MAX, STALL_SHRINK_PART, reserved_bytes());
+            (size_bytes, Reason::Stalls)
         } else {
-            self.grow(now, available_bytes)
+            (self.grow(now, available_bytes), Reason::Calm)
         };
         (size_bytes != self.size_bytes).then(|| {
             self.size_bytes = size_bytes;
-            size_bytes
+            Change { size_bytes, reason }
         })
+    }
+
+    /// Returns the pool's size in bytes after a step that frees `wanted_bytes`, or less: at most one
+    /// of `part` parts of the memory that the pool holds. The size does not fall below `least_bytes`.
+    fn shrunk(&mut self, held_bytes: u64, wanted_bytes: u64, part: u64, least_bytes: u64) -> u64 {
+        self.calm_since = None;
+        // The step is subtracted from the memory that the pool holds, not from the pool's size.
+        // Memory that the pool does not hold cannot help the host. The new size also keeps the pool
+        // from taking more memory now.
+        let held_bytes = held_bytes.min(self.size_bytes);
+        let step_bytes = wanted_bytes.min((held_bytes / part).max(SHRINK_BYTES_MIN));
+        held_bytes
+            .saturating_sub(step_bytes)
+            .max(POOL_BYTES_MIN)
+            .max(least_bytes)
+            .min(self.size_bytes)
     }
 
     /// Returns the pool's new size in bytes if the pool must shrink to leave `room_bytes` to
@@ -255,11 +316,14 @@ pub struct PoolSize {
     engine: Arc<Engine>,
     background: Arc<BackgroundWorkers>,
     events: Arc<Events>,
-    /// Path of the file that reports the host's memory; None if the pool never shrinks for the
-    /// host.
-    meminfo: Option<PathBuf>,
-    /// Number of steps so far that made the pool smaller.
-    pub shrinks: AtomicU64,
+    /// Files that report the host's memory; None if the pool never shrinks for the host.
+    pressure: Option<PressureConfig>,
+    /// Number of steps so far that made the pool smaller because memory was missing, for the host or
+    /// for a VM that started.
+    pub shrinks_memory: AtomicU64,
+    /// Number of steps so far that made the pool smaller because tasks waited for memory, although
+    /// the host had `host_free_min` available.
+    pub shrinks_stalls: AtomicU64,
     /// Number of steps so far that made the pool larger again.
     pub grows: AtomicU64,
 }
@@ -279,8 +343,9 @@ impl PoolSize {
             engine,
             background,
             events,
-            meminfo: pressure.map(|pressure| pressure.meminfo.clone()),
-            shrinks: AtomicU64::new(0),
+            pressure: pressure.cloned(),
+            shrinks_memory: AtomicU64::new(0),
+            shrinks_stalls: AtomicU64::new(0),
             grows: AtomicU64::new(0),
         }
     }
@@ -339,13 +404,19 @@ impl PoolSize {
     fn follow(&self, now: Instant, readings: Readings) {
         let mut governor = self.lock();
         let before_bytes = governor.size_bytes;
-        if governor
-            .step(now, readings, self.engine.held_bytes())
-            .is_some()
-        {
-            let why = format_args!("the host is or was short of memory ({readings:?})");
-            self.resized(governor, before_bytes, why);
-        }
+        let reserved_bytes = || self.engine.reserved_bytes();
+        let step = governor.step(now, readings, self.engine.held_bytes(), reserved_bytes);
+        let Some(change) = step else {
+            return;
+        };
+        let counter = match change.reason {
+            Reason::HostShort => &self.shrinks_memory,
+            Reason::Stalls => &self.shrinks_stalls,
+            Reason::Calm => &self.grows,
+        };
+        counter.fetch_add(1, Relaxed);
+        let why = why(change.reason, &governor, readings);
+        self.resized(governor, before_bytes, format_args!("{why}"));
     }
 
     /// Shrinks the pool to free memory for another process. Waits for at most [`ROOM_WAIT`] until
@@ -364,6 +435,7 @@ impl PoolSize {
         let made = governor.make_room(room_bytes, available_bytes, held_bytes);
         let size_bytes = governor.size_bytes;
         if made.is_some() {
+            self.shrinks_memory.fetch_add(1, Relaxed);
             let why = format_args!("{room_bytes} bytes of host memory were requested");
             self.resized(governor, before_bytes, why);
         } else {
@@ -377,11 +449,10 @@ impl PoolSize {
     }
 
     fn available_bytes(&self) -> Option<u64> {
-        let meminfo = std::fs::read_to_string(self.meminfo.as_deref()?).unwrap_or_default();
-        meminfo_bytes(&meminfo, "MemAvailable")
+        Available::read(self.pressure.as_ref()?).host_bytes
     }
 
-    /// Resizes the pool to the size that the governor has decided. Logs and counts the change.
+    /// Resizes the pool to the size that the governor has decided. Logs the change.
     fn resized(
         &self,
         governor: MutexGuard<'_, Governor>,
@@ -392,11 +463,6 @@ impl PoolSize {
         self.engine.resize(size_bytes);
         drop(governor);
         self.background.wake();
-        let counter = match size_bytes < before_bytes {
-            true => &self.shrinks,
-            false => &self.grows,
-        };
-        counter.fetch_add(1, Relaxed);
         // Events are sent only for the first step in which the pool shrinks, and for the last step
         // in which it grows.
         if before_bytes == full_bytes {
@@ -410,6 +476,32 @@ impl PoolSize {
         } else {
             tracing::debug!(size_bytes, "the pool's size changes: {why}");
         }
+    }
+}
+
+/// Returns the reason for a change of the pool's size in words, with the values on which it depends.
+fn why(reason: Reason, governor: &Governor, readings: Readings) -> String {
+    let bytes =
+        |bytes: Option<u64>| bytes.map_or("unknown".into(), |bytes| format!("{bytes} bytes"));
+    let available = bytes(readings.available.host_bytes);
+    let free_min_bytes = governor.free_min_bytes;
+    match reason {
+        Reason::HostShort => format!(
+            "the host has {available} of memory available, less than host_free_min, \
+             {free_min_bytes} bytes"
+        ),
+        Reason::Stalls => {
+            let group = readings.available.group_bytes.map(|bytes| {
+                format!(", and the daemon's control group may use {bytes} bytes more")
+            });
+            format!(
+                "tasks wait for memory (PSI), and less than {} bytes are left: the host has \
+                 {available} of memory available{}",
+                governor.stall_free_bytes(),
+                group.unwrap_or_default()
+            )
+        }
+        Reason::Calm => format!("the host has {available} of memory available again"),
     }
 }
 
@@ -479,12 +571,11 @@ fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &H
     let mut stalls = Stalls::default();
     loop {
         heartbeat.work();
-        let meminfo = std::fs::read_to_string(&config.meminfo).unwrap_or_default();
         let pressure = config.stalls.as_deref().map(std::fs::read_to_string);
         let total_us = pressure.and_then(|text| stall_us(&text.ok()?));
         let now = Instant::now();
         let readings = Readings {
-            available_bytes: meminfo_bytes(&meminfo, "MemAvailable"),
+            available: Available::read(config),
             stalled: stalls.has_stalled(total_us, now),
         };
         size.follow(now, readings);
@@ -517,6 +608,10 @@ mod tests {
         now: Instant,
         /// Memory in bytes that would be available on the host if the pool used none.
         others: u64,
+        /// Memory in bytes that the daemon's control group has left below its limits.
+        group: Option<u64>,
+        /// Sum of the reserves of all VMs in bytes.
+        reserved: u64,
         size: u64,
     }
 
@@ -526,6 +621,8 @@ mod tests {
                 governor: Governor::new(FREE_MIN, FULL),
                 now: Instant::now(),
                 others,
+                group: None,
+                reserved: 0,
                 size: FULL,
             }
         }
@@ -537,14 +634,29 @@ mod tests {
         fn step(&mut self, stalled: bool) -> u64 {
             self.now += PERIOD;
             let readings = Readings {
-                available_bytes: Some(self.available()),
+                available: Available {
+                    host_bytes: Some(self.available()),
+                    group_bytes: self.group,
+                },
                 stalled,
             };
-            if let Some(size) = self.governor.step(self.now, readings, self.size) {
+            let (now, size, reserved) = (self.now, self.size, self.reserved);
+            if let Some(change) = self.governor.step(now, readings, size, || reserved) {
+                let size = change.size_bytes;
                 assert!(
                     size.abs_diff(self.size) <= (self.size / SHRINK_PART).max(FULL / GROW_PART)
                 );
                 self.size = size;
+            }
+            self.size
+        }
+
+        /// Makes steps during which tasks wait for memory, until the pool keeps its size.
+        fn stall(&mut self) -> u64 {
+            let mut steps = 0;
+            while self.size != self.step(true) {
+                steps += 1;
+                assert!(steps < 200, "the pool still shrinks after {steps} steps");
             }
             self.size
         }
@@ -622,8 +734,11 @@ mod tests {
         for _ in 0..calm_steps {
             assert_eq!(host.step(false), small);
         }
-        // If tasks wait for memory once, the quiet period begins again and the pool shrinks.
+        // If tasks wait for memory once while little is available, the quiet period begins again and
+        // the pool shrinks.
+        host.others = small + 2 * FREE_MIN;
         assert!(host.step(true) < small);
+        host.others = 20 * GIB;
         let small = host.size;
         for _ in 0..calm_steps {
             assert_eq!(host.step(false), small);
@@ -659,38 +774,141 @@ mod tests {
         );
     }
 
+    /// On a host with 24 GiB available, tasks of one control group waited for memory during 15 % of
+    /// the time because of the limit of that group. The pool must keep its size.
     #[test]
-    fn memory_stalls_shrink_the_pool_to_its_minimum() {
-        let mut host = TestHost::new(100 * GIB);
-        let mut steps = 0;
-        while host.size > POOL_BYTES_MIN {
-            host.step(true);
-            steps += 1;
-            assert!(
-                steps < 200,
-                "the pool did not shrink to its minimum: it has {} bytes after {steps} steps",
-                host.size
-            );
+    fn memory_stalls_do_not_shrink_the_pool_while_the_host_has_enough_memory() {
+        let mut host = TestHost::new(24 * GIB + FULL);
+        for _ in 0..300 {
+            assert_eq!(host.step(true), FULL);
         }
-        for _ in 0..10 {
-            assert_eq!(host.step(true), POOL_BYTES_MIN);
+        // The pool had shrunk before, and grows although tasks wait.
+        host.others = FULL;
+        host.step(false);
+        let small = host.size;
+        host.others = 24 * GIB + FULL;
+        for _ in 0..20 {
+            host.step(true);
+        }
+        assert!(
+            host.size > small,
+            "the pool does not grow while tasks of another group wait for memory"
+        );
+    }
+
+    #[test]
+    fn memory_stalls_shrink_the_pool_only_until_enough_memory_is_available() {
+        let enough = STALL_FREE_FACTOR * FREE_MIN;
+        let mut host = TestHost::new(FULL + 2 * FREE_MIN);
+        let size = host.stall();
+        assert!(
+            host.available() >= enough && host.available() < enough + FULL / STALL_SHRINK_PART,
+            "the pool released memory until {} bytes are available, expected {enough}",
+            host.available()
+        );
+        assert!(size > FULL / 2);
+    }
+
+    #[test]
+    fn memory_stalls_never_take_the_reserves() {
+        let stalled = |group, available, reserved| {
+            let mut host = TestHost::new(0);
+            host.group = group;
+            host.reserved = reserved;
+            let mut steps = 0;
+            loop {
+                // The available memory stays the same, whatever the pool releases.
+                host.others = available + host.size;
+                let before = host.size;
+                if host.step(true) == before {
+                    return before;
+                }
+                steps += 1;
+                assert!(steps < 200, "the pool still shrinks after {steps} steps");
+            }
+        };
+        let short = FREE_MIN + 1;
+        assert_eq!(stalled(None, short, 3 * GIB), 3 * GIB);
+        assert_eq!(stalled(None, short, 0), POOL_BYTES_MIN);
+        // An operator may have reserved more than the pool has now.
+        assert_eq!(stalled(None, short, 2 * FULL), FULL);
+        // The daemon's control group is at its limit, so a smaller pool helps its tasks.
+        assert_eq!(stalled(Some(0), 24 * GIB, 3 * GIB), 3 * GIB);
+        assert_eq!(stalled(Some(24 * GIB), 24 * GIB, 0), FULL);
+        // If the host has less than the minimum, its need comes before the reserves.
+        assert!(stalled(None, FREE_MIN / 2, 3 * GIB) < 3 * GIB);
+    }
+
+    #[test]
+    fn without_a_minimum_memory_stalls_count_while_nearly_no_memory_is_left() {
+        let size = |host_bytes| {
+            let mut governor = Governor::new(0, FULL);
+            let readings = Readings {
+                available: Available {
+                    host_bytes,
+                    group_bytes: None,
+                },
+                stalled: true,
+            };
+            governor.step(Instant::now(), readings, FULL, || 0);
+            governor.size_bytes
+        };
+        assert!(size(Some(128 << 20)) < FULL);
+        assert_eq!(size(Some(GIB)), FULL);
+        assert!(
+            size(None) < FULL,
+            "stalls did not count on a host that does not report its available memory"
+        );
+    }
+
+    #[test]
+    fn both_reasons_of_a_smaller_pool_are_reported_apart() {
+        let reason = |available: u64, stalled| {
+            let mut governor = Governor::new(FREE_MIN, FULL);
+            let readings = Readings {
+                available: Available {
+                    host_bytes: Some(available),
+                    group_bytes: Some(7),
+                },
+                stalled,
+            };
+            let change = governor.step(Instant::now(), readings, FULL, || 0);
+            let reason = change.expect("the pool does not shrink").reason;
+            (reason, why(reason, &governor, readings))
+        };
+        let (short, text) = reason(FREE_MIN - 1, true);
+        assert_eq!(short, Reason::HostShort);
+        assert!(
+            text.contains("1073741823 bytes") && text.contains("host_free_min"),
+            "the message lacks a value: {text}"
+        );
+        let (stalls, text) = reason(FREE_MIN, true);
+        assert_eq!(stalls, Reason::Stalls);
+        for part in [
+            "PSI",
+            "1073741824 bytes",
+            "4294967296 bytes",
+            "7 bytes more",
+        ] {
+            assert!(text.contains(part), "the message lacks {part:?}: {text}");
         }
     }
 
     #[test]
     fn shrinking_takes_unused_pool_memory_first() {
         let mut governor = Governor::new(FREE_MIN, FULL);
-        let readings = Readings {
-            available_bytes: Some(FREE_MIN - (1 << 20)),
+        let readings = |host_bytes| Readings {
+            available: Available {
+                host_bytes,
+                group_bytes: None,
+            },
             stalled: false,
         };
-        let size = governor.step(Instant::now(), readings, GIB).unwrap();
-        assert_eq!(size, GIB - (1 << 20));
-        let unknown = Readings {
-            available_bytes: None,
-            stalled: false,
-        };
-        assert_eq!(governor.step(Instant::now(), unknown, GIB), None);
+        let short = readings(Some(FREE_MIN - (1 << 20)));
+        let change = governor.step(Instant::now(), short, GIB, || GIB).unwrap();
+        assert_eq!(change.size_bytes, GIB - (1 << 20));
+        let unknown = readings(None);
+        assert_eq!(governor.step(Instant::now(), unknown, GIB, || 0), None);
     }
 
     #[test]
@@ -698,7 +916,8 @@ mod tests {
         let mut host = TestHost::new(100 * GIB);
         assert_eq!(host.governor.set_full(2 * FULL), 2 * FULL);
         assert_eq!(host.governor.set_full(FULL), FULL);
-        host.step(true);
+        host.others = FULL;
+        host.step(false);
         let small = host.size;
         assert_eq!(
             host.governor.set_full(2 * FULL),
