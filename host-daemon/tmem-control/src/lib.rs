@@ -15,6 +15,7 @@ mod generated {
 }
 
 pub mod accounts;
+pub mod arcstats;
 pub mod size;
 pub mod statistics;
 

@@ -106,6 +106,7 @@ const GAIN: &str = "tmem-trace/src/estimate.rs";
 const POOL: &str = "tmem-pool/src/engine.rs";
 const HEAP: &str = "tmem-pool/src/heap/mod.rs";
 const BLOB: &str = "tmem-pool/src/blob.rs";
+const AVAILABLE: &str = "tmemd/src/host/available.rs";
 const PRESSURE: &str = "tmemd/src/host/pressure.rs";
 const USAGE: &str = "tmemd/src/host/usage.rs";
 const FIGURES: &str = "tmemd/src/control/statistics.rs";
@@ -206,6 +207,8 @@ pub const STATISTICS: &[Statistic] = &[
 
     row(Pool, ("size_bytes", "tmem_pool_size_bytes", Exact), (Gauge, "bytes"), "current limit of the pool's memory, including metadata", POOL),
     row(Pool, ("configured_bytes", "tmem_pool_configured_bytes", Exact), (Gauge, "bytes"), "limit of the pool's memory while the host has enough memory", PRESSURE),
+    row(Pool, ("host_available_bytes", "tmem_pool_host_available_bytes", Exact), (Gauge, "bytes"), "memory that the host has available, as the daemon last read it: `MemAvailable` and `host_arc_bytes`. 0 if the daemon does not watch it", AVAILABLE),
+    row(Pool, ("host_arc_bytes", "tmem_pool_host_arc_bytes", Exact), (Gauge, "bytes"), "part of `host_available_bytes` that ZFS's ARC can release: its size without its minimum size", AVAILABLE),
     row(Pool, ("host_shrinks", "tmem_pool_host_shrinks{cause=memory}", Rest), (Counter, "steps"), "steps by which the pool shrank for the host or for a VM that started (metric: only those that `host_shrinks_stalls` does not count)", PRESSURE),
     row(Pool, ("host_shrinks_stalls", "tmem_pool_host_shrinks{cause=stalls}", Exact), (Counter, "steps"), "part of `host_shrinks` whose reason was that tasks waited for memory (PSI), although the host had `host_free_min` available", PRESSURE),
     row(Pool, ("host_grows", "tmem_pool_host_grows", Exact), (Counter, "steps"), "steps by which the pool grew again towards its configured size", PRESSURE),

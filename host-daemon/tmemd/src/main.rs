@@ -8,6 +8,7 @@ use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
+use tmem_control::arcstats;
 use tmemd::config::arguments::Arguments;
 use tmemd::config::file::Settings;
 use tmemd::config::{self, Waiting, background_threads_default, workers_default};
@@ -77,6 +78,7 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
         pressure: (free_min > 0 || stalls.is_some()).then(|| config::PressureConfig {
             host_free_min_bytes: free_min,
             meminfo: "/proc/meminfo".into(),
+            arcstats: arcstats::PATH.into(),
             stalls,
             group: available::own_group(),
         }),

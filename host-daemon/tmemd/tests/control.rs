@@ -684,6 +684,7 @@ fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
         pressure: Some(PressureConfig {
             host_free_min_bytes: 256 << 20,
             meminfo: path("meminfo"),
+            arcstats: path("arcstats"),
             stalls: Some(path("pressure")),
             group: None,
         }),
@@ -721,11 +722,16 @@ fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
         pool().size_bytes < size_bytes
     });
     let shrunk = pool();
+    assert_eq!(shrunk.host_available_bytes, 512 << 20);
     assert!(shrunk.host_shrinks_stalls > 0);
     assert!(shrunk.host_shrinks > shrunk.host_shrinks_stalls);
-    // Tasks of one control group wait because of its limit, and the host has 24 GiB available.
+    // Tasks of one control group wait because of its limit. The host has 24 GiB available, nearly
+    // all of them in ZFS's ARC.
+    fs::write(path("arcstats"), "size 4 25233982464\nc_min 4 1048576\n")
+        .expect("cannot write the file");
     until("the pool grows although tasks wait for memory", || {
-        stalled(24 << 30);
+        stalled(512 << 20);
         pool().host_grows > shrunk.host_grows
     });
+    assert_eq!(pool().host_arc_bytes, 25_232_933_888);
 }

@@ -13,15 +13,16 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
+use tmem_control::arcstats;
 
 const DAEMON: &str = "daemon";
 
 /// Permission bits of a socket that let users outside its owner and group connect.
 const OTHERS: u32 = 0o007;
 
-/// Checks the daemon and its VMs. Returns the findings and the list of VMs; the list is None if the
-/// daemon does not answer.
-pub fn findings(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
+/// Checks the daemon and its VMs, and the host's files below `root` that the daemon reads. Returns
+/// the findings and the list of VMs; the list is None if the daemon does not answer.
+pub fn findings(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
     let asked = in_time(&reach.daemon(), reach, |reach| {
         let failed = |error: api::Error| refused(&reach.socket, &error);
         let mut client = connect(&reach.socket)?;
@@ -43,6 +44,7 @@ pub fn findings(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
         }
     };
     let mut findings = of_daemon(&stats.daemon, &stats.pool);
+    findings.push(arc_counted(root, &stats.pool));
     findings.push(control_socket(&reach.socket));
     findings.push(locked(&stats.daemon));
     for vm in &vms {
@@ -131,6 +133,27 @@ fn host_memory(pool: &api::PoolStats) -> Finding {
         false => smaller,
     };
     Finding::warning(of, text, &remedy)
+}
+
+/// Checks that the daemon counts the memory that ZFS's ARC can release. Its sandbox permits it to
+/// read the ARC's statistics only if the file exists when the daemon starts.
+fn arc_counted(root: &Path, pool: &api::PoolStats) -> Finding {
+    let of = ("arc-counted", DAEMON);
+    let stats = fs::read_to_string(root.join(arcstats::PATH.trim_start_matches('/')));
+    let releasable_bytes = stats.map_or(0, |text| arcstats::releasable_bytes(&text));
+    // An older daemon, and one that does not watch the host's memory, report 0 bytes.
+    match pool.host_available_bytes > 0 && pool.host_arc_bytes == 0 && releasable_bytes > 0 {
+        true => Finding::warning(
+            of,
+            "ZFS was loaded after the daemon's start, so the daemon does not count the memory that \
+             ZFS's ARC can release, and makes the pool too small",
+            "systemctl restart tmemd: VMs go on without the cache meanwhile",
+        ),
+        false => Finding::good(
+            of,
+            "the daemon counts the memory that ZFS's ARC can release",
+        ),
+    }
 }
 
 fn control_socket(socket: &Path) -> Finding {
@@ -370,6 +393,25 @@ mod tests {
         }
         assert_eq!(state(&found, "reserves"), State::Warning);
         assert_eq!(state(&found, "bytes"), State::Fault);
+    }
+
+    #[test]
+    fn doctor_finds_a_daemon_that_does_not_count_the_arc() {
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let root = directory.path();
+        let mut pool = reply(vec![]).pool;
+        let mut check = |available, arc| {
+            (pool.host_available_bytes, pool.host_arc_bytes) = (available, arc);
+            state(&[arc_counted(root, &pool)], "arc-counted")
+        };
+        assert_eq!(check(1 << 30, 0), State::Good);
+        let file = root.join("proc/spl/kstat/zfs/arcstats");
+        fs::create_dir_all(file.parent().expect("the path has no parent directory"))
+            .expect("cannot create the directory");
+        fs::write(file, "c_min 4 1\nsize 4 5\n").expect("cannot write the file");
+        assert_eq!(check(1 << 30, 0), State::Warning);
+        assert_eq!(check(1 << 30, 4), State::Good);
+        assert_eq!(check(0, 0), State::Good);
     }
 
     #[test]

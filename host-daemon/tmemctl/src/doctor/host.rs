@@ -2,9 +2,11 @@
 //! Checks files of the host: KVM, PSI, libvirt's hook, and AppArmor's rules.
 
 use super::Finding;
+use crate::table::size;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use tmem_control::arcstats;
 
 const HOST: &str = "host";
 
@@ -12,7 +14,13 @@ const HOOK_DIRECTORY: &str = "etc/libvirt/hooks/qemu.d";
 
 /// Checks the host's files in the file system below `root`.
 pub fn findings(root: &Path) -> Vec<Finding> {
-    vec![kvm(root), pressure(root), hook(root), apparmor(root)]
+    vec![
+        kvm(root),
+        pressure(root),
+        arc(root),
+        hook(root),
+        apparmor(root),
+    ]
 }
 
 fn kvm(root: &Path) -> Finding {
@@ -38,6 +46,47 @@ fn pressure(root: &Path) -> Finding {
                  later when memory is short"
             ),
             "add psi=1 to the kernel's command line, and restart the host",
+        ),
+    }
+}
+
+/// Checks that ZFS's ARC leaves memory for the pool. The ARC grows into all memory that is free, and
+/// so does the pool. ZFS releases memory more slowly than the pool does.
+fn arc(root: &Path) -> Finding {
+    let of = ("zfs-arc", HOST);
+    let Ok(stats) = fs::read_to_string(root.join(arcstats::PATH.trim_start_matches('/'))) else {
+        return Finding::good(of, "the host does not use ZFS");
+    };
+    let value = |name| {
+        let bytes = arcstats::value(&stats, name).unwrap_or(0);
+        i64::try_from(bytes).unwrap_or(i64::MAX)
+    };
+    let (arc_bytes, max_bytes) = (value("size"), value("c_max"));
+    let meminfo = fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
+    let total = meminfo.lines().find_map(|row| {
+        let kib = row.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB")?;
+        kib.parse::<i64>().ok()
+    });
+    let half_bytes = total.map_or(i64::MAX, |kib| kib << 9);
+    match max_bytes > half_bytes {
+        true => Finding::warning(
+            of,
+            format!(
+                "ZFS's ARC has {} and may grow to {}, more than half of the host's memory: the pool \
+                 and VMs get memory only as fast as ZFS releases it",
+                size(arc_bytes),
+                size(max_bytes)
+            ),
+            "echo BYTES >/sys/module/zfs/parameters/zfs_arc_max, and options zfs zfs_arc_max=BYTES \
+             in /etc/modprobe.d/zfs.conf",
+        ),
+        false => Finding::good(
+            of,
+            format!(
+                "ZFS's ARC has {} and may grow to {}",
+                size(arc_bytes),
+                size(max_bytes)
+            ),
         ),
     }
 }
@@ -151,6 +200,14 @@ mod tests {
         write(root, "dev/kvm", "");
         write(root, "proc/pressure/memory", "some avg10=0.00\n");
         assert_eq!((state("kvm"), state("psi")), (State::Good, State::Good));
+        // The ARC of this host may use nearly all of its 128 GiB.
+        assert_eq!(state("zfs-arc"), State::Good);
+        let recorded = include_str!("../../../tmem-control/testdata/arcstats-2.2");
+        write(root, "proc/spl/kstat/zfs/arcstats", recorded);
+        write(root, "proc/meminfo", "MemTotal:       131826344 kB\n");
+        assert_eq!(state("zfs-arc"), State::Warning);
+        write(root, "proc/meminfo", "MemTotal:       527305376 kB\n");
+        assert_eq!(state("zfs-arc"), State::Good);
         // From here on, the temporary directory that stands for the host contains a file of
         // libvirt.
         write(root, "etc/libvirt/hooks/qemu.d/other", "#!/bin/sh\n");

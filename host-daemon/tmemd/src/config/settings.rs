@@ -115,6 +115,8 @@ pub struct PressureConfig {
     pub host_free_min_bytes: u64,
     /// Path of the file that reports the host's available memory: `/proc/meminfo`, except in tests.
     pub meminfo: PathBuf,
+    /// Path of the statistics of ZFS's ARC, see [`tmem_control::arcstats`]. The file need not exist.
+    pub arcstats: PathBuf,
     /// Path of the pressure (PSI) file of the host or of a control group; None if the daemon does
     /// not watch waits for memory.
     pub stalls: Option<PathBuf>,

@@ -209,6 +209,8 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
     api::PoolStats {
         size_bytes: int(stats.size_bytes),
         configured_bytes: int(size.full_bytes()),
+        host_available_bytes: load(&size.available_bytes),
+        host_arc_bytes: load(&size.arc_bytes),
         host_shrinks: load(&size.shrinks_memory) + host_shrinks_stalls,
         host_shrinks_stalls,
         host_grows: load(&size.grows),

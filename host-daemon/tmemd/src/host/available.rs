@@ -9,6 +9,7 @@ use crate::config::meminfo::meminfo_bytes;
 use crate::config::settings::PressureConfig;
 use std::fs;
 use std::path::{Path, PathBuf};
+use tmem_control::arcstats::releasable_bytes;
 
 /// Directory in which control groups of version 2 are mounted.
 const GROUPS: &str = "/sys/fs/cgroup";
@@ -17,8 +18,11 @@ const GROUPS: &str = "/sys/fs/cgroup";
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Available {
     /// Memory that the host can allocate without harmful reclaim; None if the host does not report
-    /// it.
+    /// it. It includes `arc_bytes`.
     pub host_bytes: Option<u64>,
+    /// Memory that ZFS's ARC can release; 0 on a host without ZFS. The kernel does not count it in
+    /// `MemAvailable`.
+    pub arc_bytes: u64,
     /// Memory that the daemon's control group may still use below its limits; None if neither the
     /// group nor a group that contains it has a limit.
     pub group_bytes: Option<u64>,
@@ -28,8 +32,12 @@ impl Available {
     /// Reads the files that the configuration names.
     pub fn read(config: &PressureConfig) -> Available {
         let meminfo = fs::read_to_string(&config.meminfo).unwrap_or_default();
+        let arcstats = fs::read_to_string(&config.arcstats).unwrap_or_default();
+        let arc_bytes = releasable_bytes(&arcstats);
+        let host_bytes = meminfo_bytes(&meminfo, "MemAvailable");
         Available {
-            host_bytes: meminfo_bytes(&meminfo, "MemAvailable"),
+            host_bytes: host_bytes.map(|bytes| bytes.saturating_add(arc_bytes)),
+            arc_bytes,
             group_bytes: config.group.as_deref().and_then(group_bytes),
         }
     }
@@ -89,6 +97,30 @@ mod tests {
         for (name, text) in files {
             fs::write(directory.join(name), format!("{text}\n")).expect("cannot write the file");
         }
+    }
+
+    /// On a host whose ARC has nearly all memory, `MemAvailable` alone would make the pool shrink to
+    /// its minimum.
+    #[test]
+    fn memory_that_the_arc_can_release_is_available() {
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = |name: &str| directory.path().join(name);
+        let config = PressureConfig {
+            meminfo: path("meminfo"),
+            arcstats: path("arcstats"),
+            ..PressureConfig::default()
+        };
+        let read = || Available::read(&config);
+        fs::write(path("meminfo"), "MemAvailable:   500000 kB\n").expect("cannot write the file");
+        assert_eq!(read().host_bytes, Some(500_000 << 10));
+        let arcstats = include_str!("../../../tmem-control/testdata/arcstats-2.2");
+        fs::write(path("arcstats"), arcstats).expect("cannot write the file");
+        let arc_bytes = 65_967_562_640 - 4_217_798_400;
+        assert_eq!(read().arc_bytes, arc_bytes);
+        assert_eq!(read().host_bytes, Some((500_000 << 10) + arc_bytes));
+        // Without `MemAvailable`, the host's memory is unknown, whatever the ARC has.
+        fs::write(path("meminfo"), "").expect("cannot write the file");
+        assert_eq!(read().host_bytes, None);
     }
 
     #[test]

@@ -167,6 +167,7 @@ impl Governor {
         let Available {
             host_bytes,
             group_bytes,
+            ..
         } = readings.available;
         let left_bytes = host_bytes.unwrap_or(0).min(group_bytes.unwrap_or(u64::MAX));
         readings.stalled && left_bytes < self.stall_free_bytes()
@@ -324,6 +325,11 @@ pub struct PoolSize {
     /// Number of steps so far that made the pool smaller because tasks waited for memory, although
     /// the host had `host_free_min` available.
     pub shrinks_stalls: AtomicU64,
+    /// Memory in bytes that the host had available at the last reading; 0 if it is unknown or is not
+    /// watched.
+    pub available_bytes: AtomicU64,
+    /// The part of `available_bytes` that ZFS's ARC can release.
+    pub arc_bytes: AtomicU64,
     /// Number of steps so far that made the pool larger again.
     pub grows: AtomicU64,
 }
@@ -346,6 +352,8 @@ impl PoolSize {
             pressure: pressure.cloned(),
             shrinks_memory: AtomicU64::new(0),
             shrinks_stalls: AtomicU64::new(0),
+            available_bytes: AtomicU64::new(0),
+            arc_bytes: AtomicU64::new(0),
             grows: AtomicU64::new(0),
         }
     }
@@ -404,6 +412,13 @@ impl PoolSize {
     fn follow(&self, now: Instant, readings: Readings) {
         let mut governor = self.lock();
         let before_bytes = governor.size_bytes;
+        let Available {
+            host_bytes,
+            arc_bytes,
+            ..
+        } = readings.available;
+        self.available_bytes.store(host_bytes.unwrap_or(0), Relaxed);
+        self.arc_bytes.store(arc_bytes, Relaxed);
         let reserved_bytes = || self.engine.reserved_bytes();
         let step = governor.step(now, readings, self.engine.held_bytes(), reserved_bytes);
         let Some(change) = step else {
@@ -483,7 +498,13 @@ impl PoolSize {
 fn why(reason: Reason, governor: &Governor, readings: Readings) -> String {
     let bytes =
         |bytes: Option<u64>| bytes.map_or("unknown".into(), |bytes| format!("{bytes} bytes"));
-    let available = bytes(readings.available.host_bytes);
+    let available = match readings.available.arc_bytes {
+        0 => bytes(readings.available.host_bytes),
+        arc_bytes => format!(
+            "{} (of these, ZFS's ARC can release {arc_bytes} bytes)",
+            bytes(readings.available.host_bytes)
+        ),
+    };
     let free_min_bytes = governor.free_min_bytes;
     match reason {
         Reason::HostShort => format!(
@@ -637,6 +658,7 @@ mod tests {
                 available: Available {
                     host_bytes: Some(self.available()),
                     group_bytes: self.group,
+                    ..Available::default()
                 },
                 stalled,
             };
@@ -846,7 +868,7 @@ mod tests {
             let readings = Readings {
                 available: Available {
                     host_bytes,
-                    group_bytes: None,
+                    ..Available::default()
                 },
                 stalled: true,
             };
@@ -869,6 +891,7 @@ mod tests {
                 available: Available {
                     host_bytes: Some(available),
                     group_bytes: Some(7),
+                    arc_bytes: 5,
                 },
                 stalled,
             };
@@ -900,7 +923,7 @@ mod tests {
         let readings = |host_bytes| Readings {
             available: Available {
                 host_bytes,
-                group_bytes: None,
+                ..Available::default()
             },
             stalled: false,
         };

@@ -462,6 +462,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
     paths.extend(trace.map(|trace| (parent(&trace.path), AccessFs::MakeReg | AccessFs::WriteFile)));
     if let Some(pressure) = &config.pressure {
         paths.push((pressure.meminfo.clone(), AccessFs::ReadFile.into()));
+        paths.push((pressure.arcstats.clone(), AccessFs::ReadFile.into()));
         let stalls = pressure.stalls.iter();
         paths.extend(stalls.map(|path| (path.clone(), AccessFs::ReadFile | AccessFs::WriteFile)));
     }
