@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Tests a host that runs short of memory. The host is a VM, so that no other process uses it.
+"""Tests a host that runs short of a resource. The host is a VM, so that no other process uses it.
 
 tmemd runs in this VM as on any host. It reads the VM's available memory, and the time for which
 tasks of a control group wait for memory. A simulated guest fills the pool (tmemd's example `fill`).
+The VM's kernel has one free operation of AIO, or none.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ class Host:
     """The VM that acts as a host, and in it a daemon whose pool a simulated guest fills."""
 
     def __init__(
-        self, session: Session, kernel: Kernel, fill: Path, arguments: str, before: str = ""
+        self,
+        session: Session,
+        kernel: Kernel,
+        fill: Path,
+        arguments: str,
+        before: str = "",
+        aio_operations: int | None = None,
     ) -> None:
         tmemd = host_binary("tmemd")
         files = {"/bin/tmemd": tmemd, "/bin/fill": fill, **libraries(tmemd, fill)}
@@ -65,9 +72,11 @@ class Host:
         self.guest.sh("mkdir -p /run /big; mount -t tmpfs -o size=100% tmpfs /big")
         if before:
             self.guest.sh(before)
+        if aio_operations is not None:
+            self.guest.sh(f"echo {aio_operations} >/proc/sys/fs/aio-max-nr")
         command = f"tmemd --pool-size {POOL}MiB --control /run/control {arguments}"
         self.daemon = self.guest.start(
-            f"{joined(before)} exec {command} --vm socket=/run/vm.sock,name=vm", 1200
+            f"{joined(before)} exec {command} --vm socket=/run/vm.sock,name=vm 2>&1", 1200
         )
         until(
             lambda: self.guest.run("test -S /run/control").status == 0,
@@ -167,3 +176,18 @@ def test_pool_shrinks_under_memory_pressure_of_its_cgroup(
         60,
         "the pool holds 32 MiB less",
     )
+
+
+@pytest.mark.parametrize("operations", [1, 0])
+def test_daemon_serves_guests_when_aio_is_used_up(
+    session: Session, kernel: Kernel, fill: Path, operations: int
+) -> None:
+    """The daemon needs one operation of the kernel's AIO, and uses io_uring if there is none."""
+    host = Host(
+        session, kernel, fill, "--host-free-min 0 --memory-pressure none", aio_operations=operations
+    )
+    assert int(host.guest.sh("cat /proc/sys/fs/aio-nr")) == operations
+    # Without interrupts, the guest would not have filled the pool.
+    assert host.pool()["payload_bytes"] >= FILLED * MIB
+    log = host.daemon.stdout().decode()
+    assert ("interrupts of guests use io_uring" in log) == (operations == 0), log

@@ -10,6 +10,13 @@ use tmem_control::arcstats;
 
 const HOST: &str = "host";
 
+/// Percentage of free AIO operations below which doctor warns. The number changes only when
+/// processes such as QEMU start, so an operator has time to react.
+const AIO_FREE_PERCENT_MIN: u64 = 20;
+
+/// Default of fs.aio-max-nr in the kernel.
+const AIO_MAX_DEFAULT: u64 = 65_536;
+
 const HOOK_DIRECTORY: &str = "etc/libvirt/hooks/qemu.d";
 
 /// Checks the host's files in the file system below `root`.
@@ -18,6 +25,7 @@ pub fn findings(root: &Path) -> Vec<Finding> {
         kvm(root),
         pressure(root),
         arc(root),
+        aio(root),
         hook(root),
         apparmor(root),
     ]
@@ -88,6 +96,39 @@ fn arc(root: &Path) -> Finding {
                 size(max_bytes)
             ),
         ),
+    }
+}
+
+/// Checks that the host has free operations of the kernel's AIO. The daemon needs one for interrupts
+/// of guests, and each QEMU with aio=native needs more.
+fn aio(root: &Path) -> Finding {
+    let of = ("aio", HOST);
+    let number = |name: &str| -> Option<u64> {
+        let text = fs::read_to_string(root.join("proc/sys/fs").join(name)).ok()?;
+        text.trim().parse().ok()
+    };
+    let Some((used, most)) = number("aio-nr").zip(number("aio-max-nr")) else {
+        return Finding::warning(
+            of,
+            "the kernel has no AIO: interrupts of guests use io_uring, which takes more time",
+            "use a kernel with CONFIG_AIO",
+        );
+    };
+    let free = most.saturating_sub(used);
+    let text = format!("{free} of {most} operations of the kernel's AIO are free");
+    match free.saturating_mul(100) < most.saturating_mul(AIO_FREE_PERCENT_MIN) {
+        true => Finding::warning(
+            of,
+            format!(
+                "only {text}: without a free one, a daemon that starts uses io_uring for interrupts \
+                 of guests, and QEMUs with aio=native do not start"
+            ),
+            &format!(
+                "sysctl -w fs.aio-max-nr={}, and the same setting in /etc/sysctl.d",
+                most.saturating_mul(4).max(AIO_MAX_DEFAULT)
+            ),
+        ),
+        false => Finding::good(of, text),
     }
 }
 
@@ -200,6 +241,19 @@ mod tests {
         write(root, "dev/kvm", "");
         write(root, "proc/pressure/memory", "some avg10=0.00\n");
         assert_eq!((state("kvm"), state("psi")), (State::Good, State::Good));
+        // A fifth of the AIO operations must be free.
+        write(root, "proc/sys/fs/aio-max-nr", "65536\n");
+        for (used, wanted) in [
+            ("0\n", State::Good),
+            ("52428\n", State::Good),
+            ("52429\n", State::Warning),
+            ("65536\n", State::Warning),
+        ] {
+            write(root, "proc/sys/fs/aio-nr", used);
+            assert_eq!(state("aio"), wanted, "{used}");
+        }
+        let remedy = aio(root).remedy.expect("the warning has no remedy");
+        assert!(remedy.contains("fs.aio-max-nr=262144"), "{remedy}");
         // The ARC of this host may use nearly all of its 128 GiB.
         assert_eq!(state("zfs-arc"), State::Good);
         let recorded = include_str!("../../../tmem-control/testdata/arcstats-2.2");

@@ -9,6 +9,7 @@ pub(crate) mod epoll;
 pub(crate) mod event_loop;
 pub(crate) mod execute;
 pub(crate) mod notifier;
+mod notifier_ring;
 pub(crate) mod poller;
 pub(crate) mod polling;
 pub mod request;
