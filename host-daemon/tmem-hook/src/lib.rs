@@ -6,7 +6,7 @@
 
 use std::path::Path;
 use tmem_control as api;
-use tmem_control::accounts::number;
+use tmem_control::accounts::Kind;
 use tmem_domain::{Cache, Device, Domain};
 
 /// Names of the user that runs QEMU for libvirt: the first on Debian and Ubuntu, the second on
@@ -38,21 +38,19 @@ impl Owner {
     /// # Errors
     /// Returns an error if the user does not exist.
     pub fn find(word: Option<&str>) -> Result<Owner, String> {
-        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-        let (users, conf) = (read("/etc/passwd"), read(QEMU_CONF));
+        let conf = std::fs::read_to_string(QEMU_CONF).unwrap_or_default();
         if word == Some("none") {
             return Ok(Owner(None));
         }
         let Some(name) = word.or_else(|| configured(&conf)) else {
-            return Ok(Owner(
-                QEMU_USERS.into_iter().find_map(|name| number(&users, name)),
-            ));
+            let number = |name| Kind::User.number(name).ok().flatten();
+            return Ok(Owner(QEMU_USERS.into_iter().find_map(number)));
         };
         let source = match word {
             Some(_) => "--owner".into(),
             None => format!("user in {QEMU_CONF}"),
         };
-        Owner::named(&users, name, &source)
+        Owner::named(name, &source)
     }
 
     /// Returns the user that the domain's XML names for its QEMU, or `self` if the XML names none.
@@ -60,16 +58,19 @@ impl Owner {
         let Some(name) = &domain.user else {
             return Ok(self);
         };
-        let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
-        Owner::named(&users, name, "<seclabel model='dac'> of the domain")
+        Owner::named(name, "<seclabel model='dac'> of the domain")
     }
 
-    fn named(users: &str, name: &str, source: &str) -> Result<Owner, String> {
-        match number(users, name) {
-            Some(number) => Ok(Owner(Some(number))),
-            None => Err(format!(
-                "{source}: there is no user {name:?} in /etc/passwd: give the user that runs QEMU \
-                 with --owner, by name or number"
+    fn named(name: &str, source: &str) -> Result<Owner, String> {
+        match Kind::User.number(name) {
+            Ok(Some(number)) => Ok(Owner(Some(number))),
+            Ok(None) => Err(format!(
+                "{source}: the host has no user {name:?} (getent passwd): give the user that runs \
+                 QEMU with --owner, by name or number"
+            )),
+            Err(error) => Err(format!(
+                "{source}: the user {name:?} cannot be looked up ({error}): see getent passwd and \
+                 /etc/nsswitch.conf, or give the user that runs QEMU with --owner, by number"
             )),
         }
     }
@@ -227,17 +228,11 @@ mod tests {
 
     #[test]
     fn the_socket_owner_is_the_user_that_runs_qemu() {
-        let users = "root:x:0:0:root:/root:/bin/sh\nlibvirt-qemu:x:64055:106::/:/bin/false\n";
-        for (name, expected) in [
-            ("root", 0),
-            ("libvirt-qemu", 64055),
-            ("12", 12),
-            ("+13", 13),
-        ] {
-            assert_eq!(Owner::named(users, name, "x"), Ok(Owner(Some(expected))));
+        for (name, expected) in [("root", 0), ("4000012", 4_000_012), ("+13", 13)] {
+            assert_eq!(Owner::named(name, "x"), Ok(Owner(Some(expected))));
         }
-        let error = Owner::named(users, "nobody-such", "the source")
-            .expect_err("an unknown user was accepted");
+        let error =
+            Owner::named("nobody-such", "the source").expect_err("an unknown user was accepted");
         for part in ["nobody-such", "the source", "--owner"] {
             assert!(
                 error.contains(part),

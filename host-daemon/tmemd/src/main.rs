@@ -130,7 +130,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     let (mut config, filter) = read(arguments)?;
     // Users and groups are looked up before the sandbox is entered, because the sandboxed process
-    // cannot read /etc/passwd and /etc/group.
+    // cannot ask the host's sources of accounts.
     config.find_accounts()?;
     if let Some(filter) = &filter {
         log.set(filter)?;

@@ -6,10 +6,12 @@ mod common;
 
 use common::{TIMEOUT, until};
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use tmem_control::VarlinkClientInterface;
+use tmem_sim::{Missing, skipped};
 
 struct Running {
     child: Child,
@@ -446,7 +448,7 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
     for part in [
         "control_group",
         "no-such-group",
-        "/etc/group",
+        "getent group no-such-group",
         "create the account",
     ] {
         assert!(
@@ -502,7 +504,7 @@ fn the_option_check_config_checks_a_file_and_starts_no_daemon() {
     file(at, &toml(at, &vm(at, "a", "owner = \"no-such-user\"\n")));
     fails(
         &["--pool-size", "64MiB"],
-        "VM \"a\": owner=no-such-user: the account is neither in /etc/passwd",
+        "VM \"a\": owner=no-such-user: the account is neither a user of this host",
     );
     for (option, value) in [
         ("--control-group", "no-such"),
@@ -594,4 +596,53 @@ fn a_reload_changes_the_rate_limit() {
     guests[0]
         .get_all()
         .expect("the device did not answer each request correctly");
+}
+
+/// Runs in a mount namespace of its own: adds an account to systemd's user records, and runs the
+/// daemon. The record is in no file that the daemon itself could read.
+const WITH_DIRECTORY: &str = "mount --bind \"$1\" /etc/nsswitch.conf && shift && mount -t tmpfs none /run && mkdir /run/userdb && \
+     printf '{\"userName\":\"tmemdir\",\"uid\":61234,\"gid\":61235,\"disposition\":\"regular\"}' \
+     >/run/userdb/tmemdir.user && \
+     printf '{\"groupName\":\"tmemdir\",\"gid\":61235}' >/run/userdb/tmemdir.group && \
+     exec \"$@\"";
+
+/// systemd's user records stand for a directory service: the C library gets them from a module that
+/// /etc/nsswitch.conf names. The daemon looks them up before it enters its sandbox.
+#[test]
+fn accounts_of_a_directory_service_are_found_before_the_sandbox() {
+    if !rustix::process::geteuid().is_root() {
+        return skipped(Missing::Root, "mounting a file system over /run needs root");
+    }
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let at = directory.path();
+    fs::write(
+        at.join("nsswitch.conf"),
+        "passwd: files systemd\ngroup: files systemd\n",
+    )
+    .expect("cannot write the file");
+    let account = "control_group = \"tmemdir\"\npool_size = \"64MiB\"\n";
+    let owned = vm(at, "a", "owner = \"tmemdir\"\n");
+    file(at, &toml(at, &format!("{account}{owned}")));
+    let command = |arguments: &[&str]| {
+        let mut command = Command::new("unshare");
+        let script = ["--mount", "sh", "-c", WITH_DIRECTORY, "sh"];
+        command.args(script).arg(at.join("nsswitch.conf"));
+        command.arg(env!("CARGO_BIN_EXE_tmemd"));
+        command.arg("--config").arg(at.join("tmemd.toml"));
+        command.args(arguments);
+        command
+    };
+    let checked = command(&["--check-config"])
+        .output()
+        .expect("cannot run the program");
+    let said = String::from_utf8_lossy(&checked.stderr);
+    assert!(checked.status.success(), "the accounts are unknown: {said}");
+    let mut daemon = command(&[]).spawn().expect("cannot run the program");
+    let id = |name: &str| fs::metadata(at.join(name)).map(|file| (file.uid(), file.gid()));
+    until("the daemon has its sockets", || {
+        id("a.sock").is_ok_and(|(uid, _)| uid == 61234) && id("control").is_ok()
+    });
+    assert_eq!(id("control").map(|(_, gid)| gid).ok(), Some(61235));
+    daemon.kill().expect("cannot end the daemon");
+    daemon.wait().expect("cannot wait for the daemon");
 }

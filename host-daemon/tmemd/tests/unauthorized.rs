@@ -14,7 +14,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use tmem_control::accounts;
+use tmem_control::accounts::Kind;
 use tmem_control::{VarlinkClientInterface, VmSpec};
 use tmem_sim::{Missing, skipped};
 
@@ -191,11 +191,13 @@ fn sockets_belong_to_the_configured_users() {
             "only root can give sockets away and connect as other users",
         );
     }
-    let named = |file: &str| {
-        let rows = fs::read_to_string(file).expect("cannot read the file");
-        accounts::number(&rows, NAMED).unwrap_or_else(|| panic!("{file} has no account {NAMED}"))
+    let named = |kind: Kind| {
+        let number = kind
+            .number(NAMED)
+            .expect("the look-up of an account failed");
+        number.unwrap_or_else(|| panic!("the host has no {} {NAMED}", kind.name()))
     };
-    let (user, admins) = (named("/etc/passwd"), named("/etc/group"));
+    let (user, admins) = (named(Kind::User), named(Kind::Group));
     let mut daemon = Daemon::with_arguments(&[("given", None)], "64MiB", |directory| {
         let at = |name: &str| directory.join(name).display().to_string();
         let vm = format!("name=own,owner={NAMED},socket={}", at("own.sock"));

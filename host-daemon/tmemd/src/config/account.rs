@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! User or group that the daemon's configuration names, with its numeric id.
 //!
-//! The daemon looks the id up once, before it enters the sandbox, in which it cannot read
-//! /etc/passwd. At a reload, the daemon therefore compares names as they are written, not ids. Out
-//! of scope: the users of processes that connect to a socket, see `socket/credentials.rs`.
+//! The daemon looks the id up once, before it enters the sandbox, in which it cannot ask the host's
+//! sources of accounts. At a reload, the daemon therefore compares names as they are written, not
+//! ids. Out of scope: the users of processes that connect to a socket, see `socket/credentials.rs`.
 
 use std::str::FromStr;
-use tmem_control::accounts;
-
-/// Path of the file that lists the host's users.
-pub const USERS: &str = "/etc/passwd";
-/// Path of the file that lists the host's groups.
-pub const GROUPS: &str = "/etc/group";
+use tmem_control::accounts::Kind;
 
 /// User or group in the configuration. Two accounts are equal if their names are equal; their ids
 /// are not compared.
@@ -60,30 +55,29 @@ impl Account {
         self.number
     }
 
-    /// Looks the name up in `file`, which lists users or groups, unless the numeric id is already
-    /// known.
+    /// Looks up the number of the user or group, unless it is already known.
     ///
     /// # Errors
-    /// The file cannot be read or does not list the name. The error text says what to do.
-    pub fn find(&mut self, file: &str) -> Result<(), String> {
+    /// The host has no such account, or a source of accounts failed. The error text says what to do.
+    pub fn find(&mut self, kind: Kind) -> Result<(), String> {
         if self.number.is_some() {
             return Ok(());
         }
-        let rows = std::fs::read(file);
-        // Invalid UTF-8 in the file is replaced, because fields such as a user's full name may have
-        // any encoding.
-        let text = String::from_utf8_lossy(rows.as_deref().unwrap_or_default());
-        self.number = accounts::number(&text, &self.name);
-        match (self.number, &rows) {
-            (Some(_), _) => Ok(()),
-            (None, Ok(_)) => Err(format!(
-                "the account is neither in {file} nor a number from 0 to {}: create the account, \
-                 or name another",
+        let (what, database) = (kind.name(), kind.database());
+        self.number = kind.number(&self.name).map_err(|error| {
+            format!(
+                "the {what} cannot be looked up ({error}): see `getent {database} {}` and \
+                 /etc/nsswitch.conf, or give the number of the {what}",
+                self.name
+            )
+        })?;
+        match self.number {
+            Some(_) => Ok(()),
+            None => Err(format!(
+                "the account is neither a {what} of this host (`getent {database} {}`) nor a number \
+                 from 0 to {}: create the account, or name another",
+                self.name,
                 u32::MAX - 1
-            )),
-            (None, Err(error)) => Err(format!(
-                "{file} cannot be read ({error}): make the file readable, or give the number of \
-                 the user or group"
             )),
         }
     }
@@ -95,56 +89,33 @@ mod tests {
 
     #[test]
     fn the_number_of_a_user_or_group_is_kept_after_the_first_lookup() {
-        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = directory.path().join("group");
-        let file = path.to_str().expect("the path is not UTF-8");
-        std::fs::write(file, b"qemu:x:64055:\nb\xf6se:x:5:\nmetrics:x:990:\n")
-            .expect("cannot write the file");
         let account = |name: &str| name.parse::<Account>().expect("the account name is empty");
-        let mut found = account("metrics");
+        let mut found = account("root");
         assert_eq!(found.number(), None);
-        found
-            .find(file)
-            .expect("the file does not list the account metrics");
-        assert_eq!(found.number(), Some(990));
-        for (name, number) in [("qemu", 64055), ("107", 107)] {
-            let mut account = account(name);
-            account
-                .find(file)
-                .expect("the file does not list the account, and its name is no number");
-            assert_eq!(account.number(), Some(number));
-        }
+        found.find(Kind::Group).expect("the host has no group root");
+        assert_eq!(found.number(), Some(0));
         for name in ["nobody-such", "4294967295", "-1"] {
-            let Err(error) = account(name).find(file) else {
-                panic!("account {name}, which the file does not list, was found");
+            let Err(error) = account(name).find(Kind::User) else {
+                panic!("account {name}, which the host does not have, was found");
             };
-            assert!(
-                error.contains(file) && error.contains("create the account"),
-                "the error does not name the file and the remedy: {error}"
-            );
+            for part in ["getent passwd", name, "create the account"] {
+                assert!(error.contains(part), "the error lacks {part:?}: {error}");
+            }
         }
-
-        // From here on, the file that lists the accounts does not exist. In the sandbox, the daemon
-        // cannot read that file either.
-        std::fs::remove_file(file).expect("cannot remove the file");
-        found
-            .find(file)
+        // In the sandbox, no look-up is possible. An account that was found is not looked up again.
+        let mut known = Account {
+            name: "nobody-such".into(),
+            number: Some(5),
+        };
+        known
+            .find(Kind::User)
             .expect("the account, which was found before, is looked up again");
-        assert_eq!(found, account("metrics"));
+        assert_eq!(known.number(), Some(5));
+        assert_eq!(found, account("root"));
         assert_ne!(
             found,
-            account("990"),
+            account("0"),
             "two accounts with the same number and different names compare as equal"
-        );
-        account("107")
-            .find(file)
-            .expect("an account that is given as a number needs the file");
-        let error = account("metrics")
-            .find(file)
-            .expect_err("an account name was found although the file does not exist");
-        assert!(
-            error.contains(file) && error.contains("give the number"),
-            "the error does not name the file and the remedy: {error}"
         );
         "".parse::<Account>()
             .expect_err("an empty account name was accepted");

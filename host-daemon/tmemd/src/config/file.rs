@@ -73,7 +73,7 @@ pub struct Settings {
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub control: Option<PathBuf>,
-    /// Group whose members may use the control socket: its name in /etc/group, or its number
+    /// Group whose members may use the control socket: its name or its number
     /// (default: the daemon's group).
     #[arg(long, value_name = "GROUP")]
     pub control_group: Option<Account>,

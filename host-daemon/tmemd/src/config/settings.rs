@@ -2,11 +2,12 @@
 //! The settings of the daemon, such as pool, sockets and VMs. This file parses and validates them,
 //! so no later code has to check a setting again. Errors name the VM, the key and the value.
 
-use crate::config::account::{Account, GROUPS, USERS};
+use crate::config::account::Account;
 use crate::config::meminfo::host_memory_bytes;
 use crate::memory::budget::VM_MEMORY_BYTES_MAX;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use tmem_control::accounts::Kind;
 use tmem_pool::Quota;
 
 /// Maximum number of VMs: four times the number for which the daemon is designed. Each VM may need
@@ -379,13 +380,13 @@ impl Config {
             ("control_read_only_group", &mut self.control_read_only_group),
         ] {
             if let Some(group) = group {
-                let found = group.find(GROUPS);
+                let found = group.find(Kind::Group);
                 found.map_err(|what| ConfigError(format!("{key} = {:?}: {what}", group.name)))?;
             }
         }
         for vm in &mut self.vms {
             if let Some(owner) = &mut vm.owner {
-                let found = owner.find(USERS);
+                let found = owner.find(Kind::User);
                 found.map_err(|what| {
                     ConfigError(format!("VM {:?}: owner={}: {what}", vm.name, owner.name))
                 })?;
@@ -639,9 +640,9 @@ mod tests {
             };
             let of_vm = config(&[&format!("name=a,socket=/a,owner={name}")]);
             for (mut config, key, file) in [
-                (of_control, "control_group = ", GROUPS),
-                (of_read_only, "control_read_only_group = ", GROUPS),
-                (of_vm, "VM \"a\": owner=", USERS),
+                (of_control, "control_group = ", "getent group"),
+                (of_read_only, "control_read_only_group = ", "getent group"),
+                (of_vm, "VM \"a\": owner=", "getent passwd"),
             ] {
                 config.check().expect(
                     "check() refused a configuration with an unknown account name; only \
