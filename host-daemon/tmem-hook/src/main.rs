@@ -13,8 +13,11 @@
 //! The hook's stdout is the VM's new XML. It is empty except for a VM that migrates within its
 //! host, because the two ends of such a migration cannot share one socket.
 //!
-//! Usage: tmem-hook [--socket PATH] [--owner USER] DOMAIN OPERATION ..., with the domain's XML on
-//! stdin.
+//! If the daemon does not answer, the hook remembers this for some seconds (`late.rs`), so that only
+//! one of many VMs waits for it.
+//!
+//! Usage: tmem-hook [--socket PATH] [--owner USER] [--late-file PATH] DOMAIN OPERATION ..., with the
+//! domain's XML on stdin.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixDatagram;
@@ -27,6 +30,7 @@ use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 use tmem_domain::{Device, Domain};
+use tmem_hook::late::{self, LateRecord};
 use tmem_hook::{Owner, away, refusal};
 
 /// Longest time that the hook delays the start of a VM if the daemon does not answer. The daemon
@@ -37,12 +41,19 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 /// the time after which the daemon answers the request in any case.
 const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
 
+/// Longest time that the hook waits for a daemon that did not answer another hook a short time ago.
+/// It suffices for a daemon that answers again, and hardly delays the starts of a hundred VMs.
+const TIMEOUT_AGAIN: Duration = Duration::from_millis(50);
+
 /// Pause before the hook asks again if the daemon closed the connection because it had too many
 /// clients. Most other clients have disconnected after this pause.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// True if the daemon has closed at least one connection of the hook without an answer.
 static WAS_SHUT: AtomicBool = AtomicBool::new(false);
+
+/// True while the hook looks a user up, which may ask a directory service.
+static LOOKS_UP: AtomicBool = AtomicBool::new(false);
 
 /// Priority of the hook's messages to syslog: facility `daemon` and level `warning`.
 const SYSLOG_PRIORITY: u32 = 3 * 8 + 4;
@@ -61,10 +72,12 @@ enum Operation {
     Release,
 }
 
-/// The hook's options: the daemon's control socket, and the user who may connect to a VM's socket.
+/// The hook's options: the daemon's control socket, the user who may connect to a VM's socket, and
+/// the record that the daemon did not answer.
 struct Options {
     socket: PathBuf,
     owner: Option<String>,
+    late: LateRecord,
 }
 
 /// Reason why a VM has no cache, or a cache with other settings than its domain requests.
@@ -83,11 +96,13 @@ fn main() -> ExitCode {
     let mut options = Options {
         socket: api::DEFAULT_SOCKET.into(),
         owner: None,
+        late: LateRecord::new(late::DEFAULT_PATH.into()),
     };
     while words.len() >= 2 {
         match words[0].as_str() {
             "--socket" => options.socket = PathBuf::from(&words[1]),
             "--owner" => options.owner = Some(words[1].clone()),
+            "--late-file" => options.late = LateRecord::new(PathBuf::from(&words[1])),
             _ => break,
         }
         words.drain(..2);
@@ -171,6 +186,17 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
         Ok(domain) => Arc::new(domain),
         Err(error) => return Some(not_needed(error.0)),
     };
+    // A VM that requires its cache waits for the daemon in any case, because it cannot start without
+    // it.
+    let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);
+    let waits = operation == Operation::Prepare && required;
+    if !waits && is_still_late(options) {
+        let what = "the daemon did not answer another VM some seconds ago, and does not answer now";
+        return domain.device.as_ref().map(|_| Problem {
+            late: true,
+            ..not_needed(what.into())
+        });
+    }
     if operation == Operation::Migrate {
         return arrive(xml, &domain, options);
     }
@@ -178,11 +204,43 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
     // Shrink the pool only if the VM will start, because only then does the VM take memory. Do not
     // ask a daemon that has just been late, because that would delay the start once more.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
-        let (bytes, options) = (domain.takes_bytes, options.clone());
-        // The result is ignored, because a pool that cannot shrink does not prevent the VM's start.
-        let _ = within(ROOM_TIMEOUT, move || release_memory(bytes, &options.socket));
+        let (bytes, socket) = (domain.takes_bytes, options.socket.clone());
+        // A pool that cannot shrink does not prevent the VM's start.
+        if within(ROOM_TIMEOUT, move || release_memory(bytes, &socket)).is_none() {
+            remember(options);
+        }
     }
     problem
+}
+
+/// Returns true if the daemon did not answer another hook a short time ago, and does not answer now.
+/// An error is an answer here: the caller asks again, and gets the same error at once.
+fn is_still_late(options: &Options) -> bool {
+    if !options.late.is_recent(&options.socket) {
+        return false;
+    }
+    let socket = options.socket.clone();
+    let answer = within(TIMEOUT_AGAIN, move || {
+        ask(&socket, |client| client.list_vms().call()).map(drop)
+    });
+    if answer.is_some() {
+        options.late.remove();
+    }
+    answer.is_none()
+}
+
+/// Records that the daemon did not answer in time. Records nothing if the time passed for another
+/// reason: the daemon has too many clients, or a directory service does not answer.
+fn remember(options: &Options) {
+    if WAS_SHUT.load(Ordering::Relaxed) || LOOKS_UP.load(Ordering::Relaxed) {
+        return;
+    }
+    if let Err(error) = options.late.write(&options.socket) {
+        log(&format!(
+            "virtio-tmem: cannot record that the daemon did not answer, so other VMs wait, too: \
+             {error}"
+        ));
+    }
 }
 
 /// Handles a VM that arrives by a migration. If it comes from this host, the hook gives it a second
@@ -194,6 +252,9 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
     let list = within(TIMEOUT, move || {
         ask(&socket, |client| client.list_vms().call())
     });
+    if list.is_none() {
+        remember(options);
+    }
     let vms = match list.unwrap_or_else(|| Err((false, hangs()))) {
         Ok(list) => list.vms,
         Err((_, what)) => return Some(not_needed(what)),
@@ -216,6 +277,12 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
 
 fn hangs() -> String {
     let seconds = TIMEOUT.as_secs();
+    if LOOKS_UP.load(Ordering::Relaxed) {
+        return format!(
+            "the user of its QEMU was not found within {seconds} s: see getent passwd and \
+             /etc/nsswitch.conf, or give the user's number with --owner"
+        );
+    }
     match WAS_SHUT.load(Ordering::Relaxed) {
         true => format!(
             "the daemon has had too many clients for {seconds} s, or refuses this user: its log \
@@ -276,13 +343,16 @@ fn release_memory(bytes: u64, socket: &Path) {
 fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);
-    let (domain, options) = (domain.clone(), options.clone());
+    let (domain, own) = (domain.clone(), options.clone());
     let result = within(TIMEOUT, move || match operation {
-        Operation::Prepare | Operation::Reconnect => prepare(&domain, &device, &options),
-        Operation::Release => release(&domain, &device, &options),
+        Operation::Prepare | Operation::Reconnect => prepare(&domain, &device, &own),
+        Operation::Release => release(&domain, &device, &own),
         Operation::Migrate => Ok(()),
     });
     let late = result.is_none();
+    if late {
+        remember(options);
+    }
     let what = result.unwrap_or_else(|| Err(hangs())).err()?;
     Some(Problem {
         required,
@@ -324,8 +394,11 @@ fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), Stri
             Default::default()
         }
     };
-    let owner = Owner::find(options.owner.as_deref())?;
-    let vm = tmem_hook::vm(domain, device, &cache, owner)?;
+    LOOKS_UP.store(true, Ordering::Relaxed);
+    let vm = Owner::find(options.owner.as_deref())
+        .and_then(|owner| tmem_hook::vm(domain, device, &cache, owner));
+    LOOKS_UP.store(false, Ordering::Relaxed);
+    let vm = vm?;
     match ask(socket, |client| client.add_vm(vm.clone()).call()) {
         Ok(_) => Ok(()),
         Err((refused, mut what)) => {

@@ -117,6 +117,8 @@ fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Outpu
     let mut child = Command::new(env!("CARGO_BIN_EXE_tmem-hook"))
         .args(["--owner", "none", "--socket"])
         .arg(control)
+        .arg("--late-file")
+        .arg(control.with_extension("late"))
         .args(["web", operation, "begin", "-"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -442,4 +444,63 @@ fn a_hung_daemon_delays_a_start_only_until_the_timeout() {
         "the hook took {:?}, 20 s or more",
         begun.elapsed()
     );
+}
+
+/// Number of hooks that run one after the other in the following test, as when libvirtd starts VMs
+/// at the host's boot. If each waited for the daemon, they would take 20 s.
+const HOOKS: u32 = 10;
+
+#[test]
+fn only_one_of_many_starts_waits_for_a_hung_daemon() {
+    let host = host();
+    // The socket `hung` stands for the daemon, which does not answer at first.
+    let control = host.daemon.path("hung");
+    let socket = host.daemon.path("own.sock");
+    let nobody_accepts = UnixListener::bind(&control).expect("cannot bind the socket");
+    let web = xml(1, &device(&socket));
+    let timed = |operation: &str, xml: &str| {
+        let begun = Instant::now();
+        let output = hook(&control, operation, xml);
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        (begun.elapsed(), output.status.success(), words)
+    };
+    let (took, started, words) = timed("prepare", &web);
+    assert!(took >= Duration::from_secs(2) && started);
+    assert!(words.contains("did not answer within 2 s"), "{words}");
+
+    let begun = Instant::now();
+    let mut hooks = 0;
+    for operation in ["prepare", "release", "reconnect", "migrate"] {
+        // A VM without the device does not wait for memory either.
+        for xml in [&web, &xml(1, "")] {
+            let (_, started, words) = timed(operation, xml);
+            assert!(started, "the hook failed: {words}");
+            let told = words.contains("did not answer another VM some seconds ago");
+            assert_eq!(told, xml.contains("virtio-tmem"), "{operation}: {words}");
+            hooks += 1;
+        }
+    }
+    while hooks < HOOKS {
+        timed("prepare", &web);
+        hooks += 1;
+    }
+    assert!(
+        begun.elapsed() < Duration::from_secs(8),
+        "{HOOKS} hooks took {:?}, although the daemon had not answered before",
+        begun.elapsed()
+    );
+
+    // A VM that requires its cache cannot start without the daemon, so it waits.
+    let metadata = "<metadata><cache xmlns='urn:virtio-tmem:cache:1' required='yes'/></metadata>";
+    let (took, started, words) = timed("prepare", &xml(1, &(device(&socket) + metadata)));
+    assert!(took >= Duration::from_secs(2) && !started, "{words}");
+
+    // The daemon answers again: the next VM gets its cache, although the record is recent.
+    drop(nobody_accepts);
+    fs::remove_file(&control).expect("cannot remove the file");
+    std::os::unix::fs::symlink(host.control(), &control).expect("cannot create the link");
+    let (_, started, words) = timed("prepare", &web);
+    assert!(started && words.is_empty(), "{words}");
+    assert_eq!(host.vms().len(), 1);
+    assert!(!control.with_extension("late").exists());
 }

@@ -102,7 +102,7 @@ pub fn documents() -> [Document; 4] {
             name: "tmem-hook",
             section: OF_COMMANDS,
             about: "libvirt's hook for VMs with the virtio-tmem device",
-            synopsis: "[--socket PATH] [--owner USER] DOMAIN OPERATION ...",
+            synopsis: "[--socket PATH] [--owner USER] [--late-file PATH] DOMAIN OPERATION ...",
             source: "libvirt.md",
             heading: Some("The hook"),
             see_also: &["tmemd(8)", "tmem-libvirt(8)", "tmemctl-attach(8)"],
