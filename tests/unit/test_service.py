@@ -36,6 +36,8 @@ WATCHDOG_SECONDS = 10.0  # WatchdogSec= of the unit
 # the watchdog's time. A large value hides no error: after a failed restart the daemon never runs,
 # and systemd reports the result of a stop.
 OWN_SECONDS = 20.0
+# Time for which a test counts the restarts of a daemon that cannot start.
+STORM_SECONDS = 60
 QEMU_USER = 64055
 CAPABILITIES = {"chown": 0, "fowner": 3, "sys_resource": 24}
 # Largest allowed result of `systemd-analyze security` for the unit, from 0 (safe) to 10 (unsafe).
@@ -55,7 +57,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     host = Systemd(tmp_path_factory.mktemp("systemd") / "host")
     # Install the files where docs/install.md and the Debian package install them.
     shutil.copy(SOURCES / UNIT, host.units)
-    shutil.copy(host_binary("tmemd"), host.directory / "sbin/tmemd")
+    for program in ("tmemd", "tmemctl"):
+        shutil.copy(host_binary(program), host.directory / "sbin" / program)
     sysusers = (SOURCES / "virtio-tmem.sysusers").read_text()
     host.write("etc/sysusers.d/virtio-tmem.conf", sysusers)
     # The daemon does not react to the memory of this machine, which may be short.
@@ -216,6 +219,66 @@ def test_systemd_restarts_a_killed_daemon_with_its_vms(
         )
         assert [vm["name"] for vm in daemon.list()["vms"]] == [VM["name"]]
     daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
+
+
+def test_systemd_does_not_restart_the_daemon_again_and_again(host: Systemd, daemon: Daemon) -> None:
+    """After an error of the configuration or of an option, systemd does not start the daemon again.
+    After another failed start, it starts the daemon a few times a minute, until a start succeeds.
+    """
+    host.expect("systemctl", "stop", UNIT)
+    path = host.path(CONFIG)
+    text = path.read_text()
+    units = host.path("/etc/systemd/system")
+    start = "ExecStart=/usr/sbin/tmemd"
+    unit = host.path(f"/usr/lib/systemd/system/{UNIT}").read_text()
+    assert f"{start}\n" in unit
+    taken = host.path(f"{RUN}/taken")
+    # Each of these units differs from the daemon's unit in its options only.
+    others = {
+        "option.service": "--no-such-option",
+        "taken.service": f"--config /etc/virtio-tmem/good.toml --control {RUN}/taken "
+        "--control-read-only none",
+    }
+    for name, options in others.items():
+        (units / name).write_text(unit.replace(start, f"{start} {options}", 1))
+    good = host.path("/etc/virtio-tmem/good.toml")
+    good.write_text(text)
+    path.write_text(f"pool_sizes = 1\n{text}")
+    try:
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(taken))
+            taken.chmod(0o666)
+            other.listen()
+            host.expect("systemctl", "daemon-reload")
+            host.expect("systemctl", "start", "--no-block", UNIT, *others)
+            # The test measures what happens in this time, so it cannot wait for an event.
+            time.sleep(STORM_SECONDS)
+            restarts = {name: int(host.show(name, "NRestarts")) for name in [UNIT, *others]}
+            print(f"restarts within {STORM_SECONDS} s: {restarts}")
+            for name, status in [(UNIT, 78), ("option.service", 2)]:
+                assert restarts[name] == 0, restarts
+                assert host.show(name, "ActiveState") == "failed"
+                assert host.show(name, "ExecMainStatus") == str(status)
+            doctor = host.run("tmemctl", "doctor").stdout
+            assert "the daemon ended with status 78" in doctor, doctor
+            assert "tmemd --check-config" in doctor, doctor
+            # A start takes at most 1 s, and the next one follows after 5 s to 10 s.
+            assert STORM_SECONDS / 12 < restarts["taken.service"] <= STORM_SECONDS / 5, restarts
+        # The socket has no listener any more, so the next start succeeds without an operator.
+        until(
+            lambda: host.show("taken.service", "ActiveState") == "active",
+            OWN_SECONDS,
+            "the daemon has started",
+        )
+    finally:
+        for name in others:
+            host.run("systemctl", "stop", name)
+            (units / name).unlink()
+        good.unlink()
+        path.write_text(text)
+        host.expect("systemctl", "daemon-reload")
+        host.run("systemctl", "reset-failed")
+    host.expect("systemctl", "start", UNIT)
 
 
 def test_reload_changes_the_pool_size(host: Systemd, daemon: Daemon) -> None:

@@ -35,6 +35,10 @@ pub const DEFAULT_SOCKET: &str = "/run/virtio-tmem/control";
 /// nothing. The daemon may run without it.
 pub const DEFAULT_READ_ONLY_SOCKET: &str = "/run/virtio-tmem/control-ro";
 
+/// Exit status of a service whose configuration is invalid, EX_CONFIG of sysexits.h. The systemd
+/// units name it in `RestartPreventExitStatus=`, because a restart cannot correct a configuration.
+pub const EXIT_CONFIGURATION: u8 = 78;
+
 /// Connects to the daemon's control socket at `path`.
 pub fn connect(path: &std::path::Path) -> varlink::Result<VarlinkClient> {
     let address = format!("unix:{}", path.display());

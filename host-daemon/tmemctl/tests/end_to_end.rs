@@ -771,7 +771,7 @@ fn doctor_prints_faults_with_their_remedies() {
     assert_eq!(output.status.code(), Some(8));
     assert!(
         text.starts_with("FAULT    daemon: there is no control socket")
-            && text.contains("-> systemctl start tmemd"),
+            && text.contains("-> tmemd --check-config && systemctl start tmemd"),
         "doctor does not report the missing control socket and the remedy: {text}"
     );
 }

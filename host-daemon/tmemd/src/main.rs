@@ -7,14 +7,23 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tmem_control::arcstats;
 use tmemd::config::arguments::Arguments;
 use tmemd::config::file::Settings;
 use tmemd::config::{self, Waiting, background_threads_default, workers_default};
 use tmemd::host::watchdog::{self, NotifyState, Watchdog};
 use tmemd::host::{available, sandbox};
-use tmemd::{Config, ConfigError, Daemon};
+use tmemd::{Config, ConfigError, Daemon, StartError};
+
+/// Time that the daemon waits before it ends if its start failed and a service manager started it.
+/// Only systemd 254 and newer can delay each further restart more than the one before, and the
+/// unit's RestartSec= is short, so that VMs soon have their cache again after a daemon was killed.
+/// The causes of such failures (a socket in use, no memory) last for seconds or until an operator
+/// acts. The log then has twelve messages a minute.
+const START_FAILURE_PAUSE: Duration = Duration::from_secs(5);
+/// Time between two looks for a signal that ends the pause after a failed start.
+const PAUSE_STEP: Duration = Duration::from_millis(50);
 
 /// Returns the default path of the read-only control socket: the path of the control socket with
 /// `-ro` appended.
@@ -110,30 +119,69 @@ fn main() -> ExitCode {
             }
             Err(error) => {
                 eprintln!("tmemd: {error}");
-                ExitCode::FAILURE
+                tmem_control::EXIT_CONFIGURATION.into()
             }
         };
     }
     let log = tmem_log::start("TMEMD_LOG");
-    match run(&arguments, &log) {
+    // Signal handlers are installed before the daemon starts. A signal that arrives during the
+    // start is therefore not lost.
+    let mut signals = match Signals::new([SIGTERM, SIGINT, SIGHUP]) {
+        Ok(signals) => signals,
+        Err(error) => {
+            tracing::error!("signals cannot be handled: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match run(&arguments, &log, &mut signals) {
         Ok(()) => ExitCode::SUCCESS,
+        Err(error) if is_of_configuration(&*error) => {
+            tracing::error!(
+                "{error}. Correct the configuration, check it with tmemd --check-config, and \
+                 start the daemon again"
+            );
+            tmem_control::EXIT_CONFIGURATION.into()
+        }
         Err(error) => {
             tracing::error!("{error}");
+            if watchdog::has_service_manager() {
+                pause(&mut signals);
+            }
             ExitCode::FAILURE
         }
     }
 }
 
-fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::error::Error>> {
-    // Signal handlers are installed before the daemon starts. A signal that arrives during the
-    // start is therefore not lost.
-    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
+/// Returns true if only a change of the configuration can make the daemon start. This excludes
+/// users and groups that were not found: a directory service that defines them may start later.
+fn is_of_configuration(error: &(dyn std::error::Error + 'static)) -> bool {
+    error.is::<ConfigError>()
+        || matches!(
+            error.downcast_ref(),
+            Some(StartError::Config(_) | StartError::Admission(_))
+        )
+}
+
+/// Waits for [`START_FAILURE_PAUSE`], or until a signal arrives that stops the daemon.
+fn pause(signals: &mut Signals) {
+    let end = Instant::now() + START_FAILURE_PAUSE;
+    let stops = |signals: &mut Signals| signals.pending().any(|signal| signal != SIGHUP);
+    while Instant::now() < end && !stops(signals) {
+        std::thread::sleep(PAUSE_STEP);
+    }
+}
+
+fn run(
+    arguments: &Arguments,
+    log: &tmem_log::Log,
+    signals: &mut Signals,
+) -> Result<(), Box<dyn std::error::Error>> {
     let (mut config, filter) = read(arguments)?;
     // Users and groups are looked up before the sandbox is entered, because the sandboxed process
     // cannot ask the host's sources of accounts.
-    config.find_accounts()?;
+    config.find_accounts().map_err(|ConfigError(what)| what)?;
     if let Some(filter) = &filter {
-        log.set(filter)?;
+        log.set(filter).map_err(ConfigError)?;
     }
     let Config {
         pool_size_bytes,

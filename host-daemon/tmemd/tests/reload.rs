@@ -6,10 +6,12 @@ mod common;
 
 use common::{TIMEOUT, until};
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Missing, skipped};
 
@@ -476,8 +478,8 @@ fn the_option_check_config_checks_a_file_and_starts_no_daemon() {
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(
             output.status.code(),
-            Some(1),
-            "tmemd did not end with code 1: {error}"
+            Some(78),
+            "tmemd did not end with the status of a configuration error: {error}"
         );
         assert!(
             error.contains(part) && error.contains("tmemd"),
@@ -522,6 +524,65 @@ fn the_option_check_config_checks_a_file_and_starts_no_daemon() {
         Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("tmemd.toml")
             .exists()
+    );
+}
+
+/// The exit status tells systemd whether another start can succeed. After a failure that another
+/// start may cure, a daemon that systemd started waits before it ends, unless a signal stops it.
+#[test]
+fn a_failed_start_ends_with_the_status_of_its_cause() {
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let at = directory.path();
+    let start = |options: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
+        command.arg("--config").arg(at.join("tmemd.toml"));
+        command.args(options).env_remove("NOTIFY_SOCKET");
+        command.stderr(Stdio::null());
+        command
+    };
+    let status = |options: &[&str]| {
+        let status = start(options).status().expect("cannot run the program");
+        status.code().expect("a signal ended the program")
+    };
+    file(at, &toml(at, "pool_size = \"64MiB\"\nworkrs = 2\n"));
+    assert_eq!(status(&[]), 78, "a misspelt key");
+    file(at, &toml(at, ""));
+    assert_eq!(status(&[]), 78, "a pool without a size");
+    file(at, &toml(at, "pool_size = \"64MiB\"\n"));
+    let vm = format!("name=a,socket={}/a.sock,reserve=65MiB", at.display());
+    assert_eq!(status(&["--vm", &vm]), 78, "a reserve larger than the pool");
+    assert_eq!(status(&["--no-such-option"]), 2, "an unknown option");
+    // Another process listens on the path of the control socket.
+    let taken = at.join("taken");
+    let _other = UnixListener::bind(&taken).expect("cannot bind the socket");
+    let control = ["--control", taken.to_str().expect("the path is not UTF-8")];
+    assert_eq!(status(&control), 1, "a socket that is in use");
+    let mut service = start(&control);
+    service.env("NOTIFY_SOCKET", at.join("no-such-socket"));
+    let began = Instant::now();
+    let mut child = service.spawn().expect("cannot run the program");
+    let ended = child.wait().expect("cannot wait for the process");
+    assert_eq!(ended.code(), Some(1));
+    assert!(
+        began.elapsed() >= Duration::from_secs(5),
+        "the daemon ended after {:?}, so that systemd would start it many times a minute",
+        began.elapsed()
+    );
+    let mut child = service
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("cannot run the program");
+    let log = BufReader::new(child.stderr.take().expect("stderr is not a pipe"));
+    let failed = |line: std::io::Result<String>| line.is_ok_and(|line| line.contains("listening"));
+    assert!(log.lines().any(failed), "the log has no reason");
+    let began = Instant::now();
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM)
+        .expect("cannot send the signal");
+    child.wait().expect("cannot wait for the process");
+    assert!(
+        began.elapsed() < Duration::from_secs(4),
+        "SIGTERM did not end the pause after a failed start"
     );
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checks the daemon, its VMs, and the permissions of their sockets.
+//! Checks the daemon and its systemd unit, its VMs, and the permissions of their sockets.
 
 use super::Finding;
 #[cfg(feature = "libvirt")]
@@ -11,11 +11,22 @@ use crate::{Reach, in_time};
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
+use std::process::Command;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 use tmem_control::arcstats;
 
 const DAEMON: &str = "daemon";
+
+/// The daemon's systemd unit.
+const UNIT: &str = "tmemd.service";
+/// Properties of the unit that `doctor` reads.
+const UNIT_PROPERTIES: &str = "--property=ActiveState,ExecMainStatus,NRestarts";
+/// Exit status of a daemon whose options are invalid.
+const EXIT_USAGE: u8 = 2;
+/// Number of restarts since the last stop from which `doctor` warns. A daemon that was killed once,
+/// for example because a page of its memory was faulty, needs no operator.
+const RESTARTS_WARNED: u64 = 3;
 
 /// Permission bits of a socket that let users outside its owner and group connect.
 const OTHERS: u32 = 0o007;
@@ -38,7 +49,9 @@ pub fn findings(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm
                     "usermod -aG \"$(stat -c %G {})\" \"$USER\", and log in again",
                     reach.socket.display()
                 ),
-                false => "systemctl start tmemd, or name its socket with --socket".into(),
+                false => "tmemd --check-config && systemctl start tmemd, or name its socket with \
+                          --socket"
+                    .into(),
             };
             return (vec![Finding::fault(("daemon", DAEMON), why, &remedy)], None);
         }
@@ -52,6 +65,54 @@ pub fn findings(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm
         findings.extend(stats.map(|stats| of_vm(vm, stats)).unwrap_or_default());
     }
     (findings, Some(vms))
+}
+
+/// Checks that the daemon's unit did not fail, and that systemd does not restart the daemon again
+/// and again. Returns None if systemd does not run on the host below `root`, or does not answer.
+pub fn unit(root: &Path) -> Option<Finding> {
+    // systemd creates this directory where it is process 1, see sd_booted(3).
+    if root != Path::new("/") || !root.join("run/systemd/system").exists() {
+        return None;
+    }
+    let mut systemctl = Command::new("systemctl");
+    let shown = systemctl.args(["show", UNIT, UNIT_PROPERTIES]).output();
+    let shown = shown.ok().filter(|shown| shown.status.success())?;
+    Some(of_unit(&String::from_utf8_lossy(&shown.stdout)))
+}
+
+/// Judges the properties of the unit as `systemctl show` prints them.
+fn of_unit(shown: &str) -> Finding {
+    let of = ("unit", DAEMON);
+    let property = |name: &str| {
+        let value = |line: &'_ str| Some(line.strip_prefix(name)?.strip_prefix('=')?.to_string());
+        shown.lines().find_map(value).unwrap_or_default()
+    };
+    let status = property("ExecMainStatus").parse().unwrap_or(0);
+    let restarts: u64 = property("NRestarts").parse().unwrap_or(0);
+    match (property("ActiveState").as_str(), status) {
+        ("failed", api::EXIT_CONFIGURATION) => Finding::fault(
+            of,
+            format!(
+                "the daemon ended with status {status}, because its configuration is invalid: \
+                 systemd does not start it again"
+            ),
+            "tmemd --check-config; correct /etc/virtio-tmem/tmemd.toml; systemctl start tmemd",
+        ),
+        ("failed", EXIT_USAGE) => Finding::fault(
+            of,
+            format!(
+                "the daemon ended with status {status}, because its options are invalid: systemd \
+                 does not start it again"
+            ),
+            "systemctl cat tmemd; correct ExecStart= with systemctl edit tmemd; systemctl start tmemd",
+        ),
+        _ if restarts >= RESTARTS_WARNED => Finding::warning(
+            of,
+            format!("systemd has restarted the daemon {restarts} times since its last stop"),
+            "journalctl -u tmemd has the reasons; systemctl reset-failed tmemd resets the number",
+        ),
+        _ => Finding::good(of, "systemd does not restart the daemon repeatedly"),
+    }
 }
 
 /// Returns whether the daemon supports retained pages; None if the daemon does not answer. The
@@ -412,6 +473,28 @@ mod tests {
         assert_eq!(check(1 << 30, 0), State::Warning);
         assert_eq!(check(1 << 30, 4), State::Good);
         assert_eq!(check(0, 0), State::Good);
+    }
+
+    #[test]
+    fn doctor_finds_a_unit_that_failed_or_restarts_again_and_again() {
+        let shown = |state: &str, status: u8, restarts: u64| {
+            format!("NRestarts={restarts}\nExecMainStatus={status}\nActiveState={state}\n")
+        };
+        for (state_of_unit, status, restarts, wanted, part) in [
+            ("active", 0, 0, State::Good, ""),
+            ("inactive", 0, 0, State::Good, ""),
+            ("active", 0, RESTARTS_WARNED - 1, State::Good, ""),
+            ("active", 0, RESTARTS_WARNED, State::Warning, "3 times"),
+            ("activating", 1, 9, State::Warning, "9 times"),
+            ("failed", 78, 0, State::Fault, "configuration is invalid"),
+            ("failed", 2, 0, State::Fault, "options are invalid"),
+            // An operator has corrected the configuration and started the daemon.
+            ("active", 78, 0, State::Good, ""),
+        ] {
+            let found = [of_unit(&shown(state_of_unit, status, restarts))];
+            assert_eq!(state(&found, "unit"), wanted, "{found:?}");
+            assert!(found[0].text.contains(part), "{found:?}");
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | `host.rs` | checks files of the host: kernel, hook, AppArmor |
 //! | `installation.rs` | checks the installation: versions, denials, replaced programs, huge pages |
-//! | `daemon.rs` | checks the daemon, its VMs and their sockets |
+//! | `daemon.rs` | checks the daemon, its systemd unit, its VMs and their sockets |
 //! | `domain.rs` | checks libvirt's domains |
 //!
 //! `doctor` changes nothing. For each fault that `doctor` reports, a test causes the fault and
@@ -103,6 +103,7 @@ impl Finding {
 pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Output, bool), Failure> {
     let mut findings = host::findings(&arguments.root);
     findings.extend(installation::findings(&arguments.root));
+    findings.extend(daemon::unit(&arguments.root));
     let (of_daemon, vms) = daemon::findings(reach, &arguments.root);
     findings.extend(of_daemon);
     #[cfg(feature = "libvirt")]

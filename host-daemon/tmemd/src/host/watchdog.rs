@@ -84,6 +84,11 @@ fn check(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
     *hung = found;
 }
 
+/// Returns true if a service manager started the daemon and waits for its messages.
+pub fn has_service_manager() -> bool {
+    std::env::var_os("NOTIFY_SOCKET").is_some()
+}
+
 /// Sends a state of the daemon to the service manager, if there is one. A failure is logged and has
 /// no effect on guests.
 pub fn notify(state: NotifyState<'_>) {
