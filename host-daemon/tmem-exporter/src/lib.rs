@@ -26,6 +26,10 @@ pub struct Arguments {
     /// Maximum number of VMs with metrics; the metrics of further VMs are left out
     #[arg(long, value_name = "N", default_value_t = 1024)]
     pub vms_max: usize,
+    /// Export fewer series for each VM: no histograms, one total in place of the series for each
+    /// reason, cause or form, and only the current state of the driver
+    #[arg(long)]
+    pub vm_totals_only: bool,
 }
 
 /// Parses the address to listen on. As in other exporters, an empty host means all addresses.

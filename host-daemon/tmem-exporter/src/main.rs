@@ -107,7 +107,11 @@ fn run(arguments: Arguments, access: Access) -> Result<std::convert::Infallible,
                 );
             }
         }
-        let scrape = metrics::Scrape::new(reply.as_ref().ok(), begun.elapsed(), arguments.vms_max);
+        let limits = metrics::Limits {
+            vms_max: arguments.vms_max,
+            vm_totals_only: arguments.vm_totals_only,
+        };
+        let scrape = metrics::Scrape::new(reply.as_ref().ok(), begun.elapsed(), limits);
         // The error is ignored, because formatting into a string cannot fail.
         let text = scrape.text().unwrap_or_default();
         match format {

@@ -41,6 +41,17 @@ enum Sample {
     Histogram(f64, Vec<(f64, u64)>),
 }
 
+impl Sample {
+    /// Adds the value of another sample of the same metric. Histograms are not added.
+    fn add(&mut self, other: &Sample) {
+        match (self, other) {
+            (Sample::Gauge(sum), Sample::Gauge(value))
+            | (Sample::Counter(sum), Sample::Counter(value)) => *sum += value,
+            _ => {}
+        }
+    }
+}
+
 struct Family {
     help: String,
     /// The base unit with which the metric's name ends, or an empty string.
@@ -49,9 +60,19 @@ struct Family {
     samples: Vec<(Labels, Sample)>,
 }
 
+/// Limits of the number of series.
+#[derive(Clone, Copy)]
+pub struct Limits {
+    /// Maximum number of VMs with metrics.
+    pub vms_max: usize,
+    /// Whether VMs have no histograms, and one series in place of those that differ in a label.
+    pub vm_totals_only: bool,
+}
+
 /// The metrics that one answer of the exporter contains, by their names.
 pub struct Scrape {
     families: BTreeMap<&'static str, Family>,
+    limits: Limits,
 }
 
 fn rounded(value: i64, step: i64) -> i64 {
@@ -103,11 +124,12 @@ fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
 }
 
 impl Scrape {
-    /// Converts the daemon's reply to metrics. `reply` is None if the daemon did not answer. Only
-    /// the first `vms_max` VMs get metrics.
-    pub fn new(reply: Option<&GetStats_Reply>, took: Duration, vms_max: usize) -> Scrape {
+    /// Converts the daemon's reply to metrics. `reply` is None if the daemon did not answer.
+    pub fn new(reply: Option<&GetStats_Reply>, took: Duration, limits: Limits) -> Scrape {
+        let vms_max = limits.vms_max;
         let mut scrape = Scrape {
             families: BTreeMap::new(),
+            limits,
         };
         let up = f64::from(u8::from(reply.is_some()));
         let help = "1 if the daemon answered, otherwise 0";
@@ -185,21 +207,35 @@ impl Scrape {
     }
 
     fn add(&mut self, scope: Scope, figures: &Value, labels: &[(String, String)], step: i64) {
+        let totals_only = self.limits.vm_totals_only && matches!(scope, Scope::Vm | Scope::Driver);
         for row in Statistic::of(scope).filter(|row| row.export != Export::No) {
+            if totals_only && row.kind == Kind::Histogram {
+                continue;
+            }
             let value = &figures[row.field];
             let (name, label) = row.metric();
             let family = self
                 .families
                 .entry(name)
-                .or_insert_with(|| family(name, row));
-            let mut push = |extra: Option<(&str, &str)>, sample| {
+                .or_insert_with(|| family(name, row, totals_only));
+            let mut push = |extra: Option<(&str, &str)>, sample: Sample| {
+                // No series of a metric counts what another one counts, so their sum is the total.
+                // The state of the driver keeps its label, because a sum of states means nothing.
+                let extra = extra.filter(|_| !totals_only || row.kind == Kind::Text);
                 let extra = extra.map(|(key, value)| (key.into(), value.into()));
-                let labels = labels.iter().cloned().chain(extra).collect();
-                family.samples.push((labels, sample));
+                let labels: Labels = labels.iter().cloned().chain(extra).collect();
+                let same = |(other, _): &&mut (Labels, Sample)| totals_only && *other == labels;
+                match family.samples.last_mut().filter(same) {
+                    Some((_, total)) => total.add(&sample),
+                    None => family.samples.push((labels, sample)),
+                }
             };
             if row.field == "state" {
                 let is = value.as_str().unwrap_or("none");
                 for state in DRIVER_STATES {
+                    if totals_only && is != state {
+                        continue;
+                    }
                     let value = f64::from(u8::from(is == state));
                     push(Some(("state", state)), Sample::Gauge(value));
                 }
@@ -254,10 +290,13 @@ impl Scrape {
 }
 
 /// Creates a metric family without samples. If several figures form one metric, they get a common
-/// help text.
-fn family(name: &str, row: &Statistic) -> Family {
+/// help text. `total` says that the family has their total only.
+fn family(name: &str, row: &Statistic, total: bool) -> Family {
     let figures = STATISTICS.iter().filter(|other| other.metric().0 == name);
     let help = match (row.metric().1, figures.count()) {
+        (Some((key, _)), 2..) if total => {
+            format!("total of the figures that docs/statistics.md lists by {key}")
+        }
         (Some((key, _)), 2..) => {
             format!("figures by {key}; docs/statistics.md explains each value of the label {key}")
         }
@@ -350,7 +389,11 @@ mod tests {
 
     #[test]
     fn an_unreachable_daemon_sets_tmem_up_to_0() {
-        let text = Scrape::new(None, Duration::from_millis(5), 8)
+        let limits = Limits {
+            vms_max: 8,
+            vm_totals_only: false,
+        };
+        let text = Scrape::new(None, Duration::from_millis(5), limits)
             .text()
             .expect("the metrics are not valid text");
         assert!(

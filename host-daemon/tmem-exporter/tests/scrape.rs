@@ -364,3 +364,85 @@ fn metrics_of_vms_beyond_vms_max_are_left_out() {
         "the metrics do not count the VM that was left out: {text}"
     );
 }
+
+/// Returns the series of the VM `a` in a scrape: the name and labels of each sample, and its value.
+fn series_of_a(text: &str) -> Vec<(&str, f64)> {
+    let samples = text.lines().filter(|line| !line.starts_with('#'));
+    let of_a = samples.filter(|line| line.contains("vm=\"a\""));
+    of_a.map(|line| line.rsplit_once(' ').expect("a sample has no value"))
+        .map(|(name, value)| (name, value.parse().expect("the sample is not a number")))
+        .collect()
+}
+
+/// Hosts whose VMs live for minutes need few series for each VM. Every total remains.
+#[test]
+fn the_option_vm_totals_only_leaves_out_histograms_and_reasons() {
+    let mut host = ServedDaemon::new();
+    // The guest sends the report of its driver, and the driver's latencies, at random times.
+    let complete = |host: &ServedDaemon| {
+        let report = host.stats("a").driver;
+        report.is_some_and(|report| report.get_latency.is_some())
+    };
+    while !complete(&host) {
+        host.work(100);
+    }
+    let full = Exporter::start(&host, &[]).metrics("");
+    let text = Exporter::start(&host, &["--vm-totals-only"]).metrics("");
+    let (all, few) = (series_of_a(&full), series_of_a(&text));
+    let documented = format!(
+        "A VM has {} series, and {} with `--vm-totals-only`",
+        all.len(),
+        few.len()
+    );
+    let document = include_str!("../../../docs/metrics.md");
+    let document = document.replace('\n', " ");
+    assert!(
+        document.contains(&documented),
+        "docs/metrics.md does not say: {documented}"
+    );
+    let base = |name: &str| {
+        name.split_once('{')
+            .expect("a series has no label")
+            .0
+            .to_string()
+    };
+    for (name, value) in &few {
+        let labels: Vec<&str> = ["vm=", "uuid=", "trust_domain=", "state="]
+            .into_iter()
+            .filter(|label| name.contains(label))
+            .collect();
+        assert_eq!(
+            name.matches("=\"").count(),
+            labels.len(),
+            "{name} has a further label"
+        );
+        // Other figures may change between the two scrapes, because the daemon works in the
+        // background.
+        let of_all = all.iter().filter(|(other, _)| base(other) == base(name));
+        if of_all.clone().count() > 1 {
+            let total: f64 = of_all.map(|(_, value)| value).sum();
+            assert_eq!(*value, total, "{name} is not the total of its series");
+        }
+    }
+    let state = samples(&text, "tmem_vm_driver_state");
+    let state: Vec<_> = state
+        .iter()
+        .filter(|line| line.contains("vm=\"a\""))
+        .collect();
+    assert!(state.len() == 1 && state[0].ends_with(" 1.0"), "{state:?}");
+    // Only histograms are missing.
+    let names = |series: &[(&str, f64)]| -> std::collections::BTreeSet<String> {
+        series.iter().map(|(name, _)| base(name)).collect()
+    };
+    let missing: Vec<String> = names(&all).difference(&names(&few)).cloned().collect();
+    assert!(
+        missing.len() == 9 && missing.iter().all(|name| name.contains("_seconds_")),
+        "these metrics are missing: {missing:?}"
+    );
+    // The pool and the daemon keep all their series.
+    let others = |text: &str| {
+        let samples = text.lines().filter(|line| !line.starts_with('#'));
+        samples.filter(|line| !line.contains("vm=")).count()
+    };
+    assert_eq!(others(&full), others(&text));
+}
