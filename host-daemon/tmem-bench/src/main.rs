@@ -10,6 +10,7 @@ mod bare;
 mod corpus;
 mod counters;
 mod engine;
+mod huge_pages;
 mod load;
 mod machine;
 mod measure;
@@ -46,6 +47,9 @@ enum Command {
     /// The storage engine, compared with copying, hashing, lz4 and zram, on pages of this machine's
     /// files.
     Engine(EngineArgs),
+    /// Costs of shared memory that does not consist of transparent huge pages: page faults, reads at
+    /// random addresses, page tables.
+    HugePages(huge_pages::Args),
     /// The path of requests from a guest's virtqueue to the storage engine and back, compared with
     /// the engine alone, zram and memcached.
     Path(path::Args),
@@ -155,6 +159,7 @@ impl EngineArgs {
 fn main() -> ExitCode {
     let done = match Args::parse().command {
         Command::Engine(args) => engine::run(&args),
+        Command::HugePages(args) => huge_pages::run(&args),
         Command::Path(args) => path::run(&args),
         Command::Policies(args) => policies::run(&args),
         Command::Replay(args) => replay::run(&args),

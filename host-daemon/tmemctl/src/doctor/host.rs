@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checks files of the host: KVM, PSI, libvirt's hook, and AppArmor's rules.
+//! Checks files of the host: KVM, PSI, transparent huge pages, libvirt's hook, and AppArmor's rules.
 
 use super::Finding;
 use crate::table::size;
@@ -17,6 +17,8 @@ const AIO_FREE_PERCENT_MIN: u64 = 20;
 /// Default of fs.aio-max-nr in the kernel.
 const AIO_MAX_DEFAULT: u64 = 65_536;
 
+const SHMEM_ENABLED: &str = "sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
 const HOOK_DIRECTORY: &str = "etc/libvirt/hooks/qemu.d";
 
 /// Checks the host's files in the file system below `root`.
@@ -26,6 +28,7 @@ pub fn findings(root: &Path) -> Vec<Finding> {
         pressure(root),
         arc(root),
         aio(root),
+        huge_pages(root),
         hook(root),
         apparmor(root),
     ]
@@ -129,6 +132,37 @@ fn aio(root: &Path) -> Finding {
             ),
         ),
         false => Finding::good(of, text),
+    }
+}
+
+/// Checks that the memory of VMs can consist of transparent huge pages. VMs with the device have
+/// their memory in memfds, for which the kernel uses no huge pages by default. QEMU requests them
+/// for all memory of a guest, so the setting `advise` suffices.
+fn huge_pages(root: &Path) -> Finding {
+    let of = ("shmem-huge-pages", HOST);
+    let text = fs::read_to_string(root.join(SHMEM_ENABLED)).unwrap_or_default();
+    match ["never", "deny"].map(|value| text.contains(&format!("[{value}]"))) {
+        [false, false] if text.is_empty() => Finding::good(
+            of,
+            "the kernel has no transparent huge pages for shared memory",
+        ),
+        [false, false] => Finding::good(
+            of,
+            "the memory of VMs with the device can consist of transparent huge pages",
+        ),
+        [never, _] => Finding::warning(
+            of,
+            format!(
+                "shmem_enabled is {}: the memory of VMs with the device consists of 4 KiB pages, so \
+                 that their accesses to memory take longer (docs/install.md, transparent huge pages)",
+                if never { "never" } else { "deny" }
+            ),
+            &format!(
+                "echo advise >/{SHMEM_ENABLED}; echo 'w /{SHMEM_ENABLED} - - - - advise' \
+                 >/etc/tmpfiles.d/virtio-tmem-huge-pages.conf keeps it after a restart of the host. \
+                 VMs that start afterwards use huge pages, unless they have huge pages of hugetlbfs"
+            ),
+        ),
     }
 }
 
@@ -262,6 +296,30 @@ mod tests {
         assert_eq!(state("zfs-arc"), State::Warning);
         write(root, "proc/meminfo", "MemTotal:       527305376 kB\n");
         assert_eq!(state("zfs-arc"), State::Good);
+        // The kernel may lack transparent huge pages for shared memory. The other texts are those of
+        // Linux 6.18 with each setting.
+        assert_eq!(state("shmem-huge-pages"), State::Good);
+        for (text, wanted) in [
+            (
+                "always within_size advise [never] deny force\n",
+                State::Warning,
+            ),
+            (
+                "always within_size advise never [deny] force\n",
+                State::Warning,
+            ),
+            (
+                "always within_size [advise] never deny force\n",
+                State::Good,
+            ),
+            (
+                "[always] within_size advise never deny force\n",
+                State::Good,
+            ),
+        ] {
+            write(root, SHMEM_ENABLED, text);
+            assert_eq!(state("shmem-huge-pages"), wanted, "{text}");
+        }
         // From here on, the temporary directory that stands for the host contains a file of
         // libvirt.
         write(root, "etc/libvirt/hooks/qemu.d/other", "#!/bin/sh\n");
