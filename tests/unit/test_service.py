@@ -163,6 +163,21 @@ def test_daemon_has_only_the_privileges_of_its_unit(host: Systemd, daemon: Daemo
         assert re.search(r"Max open files +65536 +65536 ", limits)
 
 
+def test_daemon_is_the_first_victim_of_the_oom_killer(host: Systemd, daemon: Daemon) -> None:
+    """The kernel prefers the daemon, and systemd starts it again after the kernel has ended it."""
+    old = main_pid(host)
+    assert host.expect("cat", f"/proc/{old}/oom_score_adj") == "900"
+    assert host.show(UNIT, "OOMPolicy") == "continue"
+    # The score of a process whose memory is a part p of the host's is 2/3 * (1000 + 1000 p), and
+    # the adjustment is added to 1000 p. A VM has a higher score only with more than 90 % of the
+    # host's memory.
+    score = int(host.expect("cat", f"/proc/{old}/oom_score"))
+    assert score >= (1000 + 900) * 2 // 3, score
+    end(host, signal.SIGKILL)
+    restarted(host, old, OWN_SECONDS)
+    assert host.expect("cat", f"/proc/{main_pid(host)}/oom_score_adj") == "900"
+
+
 def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon) -> None:
     """In /run, the daemon sees its own directory, the journal's and the notification socket."""
     directory = host.path("/run/dbus")

@@ -69,6 +69,14 @@ def test_unit_is_not_restarted_after_a_configuration_error() -> None:
     assert f"up to {unit['RestartMaxDelaySec'].removesuffix('s')} s" in GUIDE.read_text()
 
 
+def test_kernel_ends_the_daemon_before_any_vm() -> None:
+    """libvirt's VMs have a score adjustment of 0. The maximum, 1000, ignores used memory."""
+    unit = settings()
+    assert int(unit["OOMScoreAdjust"]) == 900
+    assert unit["OOMPolicy"] == "continue"
+    assert "`OOMScoreAdjust=900`" in GUIDE.read_text()
+
+
 def test_unit_has_more_weight_than_all_vms() -> None:
     """The daemon's weight is above that of machine.slice, which is 100 by default, for all VMs."""
     unit = settings()
