@@ -13,7 +13,7 @@ PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-policies bench-vms bench-guest bench-native bench-locks bench-density bench-proof bench-kvm bench-life packages check-packages dist repo check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
-	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
+	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence lint-crates test-rust \
 	test-driver fuzz fuzz-guests clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
@@ -248,7 +248,7 @@ shard-fuzz:
 	scripts/deps fuzz
 	host-daemon/fuzz/run 3
 
-lint: lint-rust lint-c lint-shell lint-python lint-prose lint-licence
+lint: lint-rust lint-c lint-shell lint-python lint-prose lint-licence lint-crates
 
 lint-rust:
 	cargo fmt --manifest-path host-daemon/Cargo.toml --all --check
@@ -272,6 +272,9 @@ lint-prose:
 
 lint-licence:
 	scripts/lint-licence
+
+lint-crates: ## check licences, duplicates, sources and known vulnerabilities of the crates (installs cargo-deny in the cache)
+	scripts/lint-crates
 
 # The second line repeats the tests that depend on the event loop with epoll, which is not the default. The
 # third line tries a thousand interleavings of the pool's threads. Each of these lines takes half a minute. TMEM_NO_SKIPS
