@@ -63,6 +63,7 @@ class Host:
         fill: Path,
         arguments: str,
         before: str = "",
+        *,
         aio_operations: int | None = None,
     ) -> None:
         tmemd = host_binary("tmemd")

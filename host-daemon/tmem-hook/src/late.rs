@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Remembers for a short time that the daemon did not answer, so that not every VM that starts waits
-//! for it. libvirt runs the hook anew for each VM, so the record is a file.
+//! for it. libvirt starts a hook for each VM, so the record is a file.
 //!
 //! The file has the host's uptime and the path of the daemon's control socket. The uptime does not
 //! jump when the clock is set. The hook runs as root and trusts only a regular file of its own user
