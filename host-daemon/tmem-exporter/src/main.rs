@@ -28,14 +28,7 @@ const TOKEN_BYTES_MIN: usize = 16;
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     tmem_log::start("TMEM_EXPORTER_LOG");
-    let access = match access(&arguments) {
-        Ok(access) => access,
-        Err(error) => {
-            tracing::error!("{error}");
-            return tmem_control::EXIT_CONFIGURATION.into();
-        }
-    };
-    match run(arguments, access) {
+    match run(arguments) {
         Ok(never) => match never {},
         Err(error) => {
             tracing::error!("{error}");
@@ -80,7 +73,8 @@ fn token(arguments: &Arguments) -> Result<Option<String>, String> {
     Ok(Some(token.into()))
 }
 
-fn run(arguments: Arguments, access: Access) -> Result<std::convert::Infallible, String> {
+fn run(arguments: Arguments) -> Result<std::convert::Infallible, String> {
+    let access = access(&arguments)?;
     let scheme = if access.tls.is_some() {
         "https"
     } else {

@@ -5,7 +5,8 @@
 //! The file has the host's uptime and the path of the daemon's control socket. The uptime does not
 //! jump when the clock is set. The hook runs as root and trusts only a regular file of its own user
 //! that nobody else may write. It follows no symbolic link, and never waits for the file. If the
-//! record cannot be written or read, the hook waits for the daemon, as without a record.
+//! record cannot be written or read, the hook waits for the daemon, as without a record. Limit: two
+//! daemons on one host overwrite each other's record.
 
 use rustix::fs::{Mode, OFlags};
 use std::fs::File;

@@ -26,6 +26,9 @@ const UUID_DIGITS: usize = 8;
 /// maximum memory. libvirt rounds sizes up, and QEMU may map parts of the memory at two addresses.
 const MEMORY_EXTRA_BYTES: u64 = 1 << 30;
 
+/// Path of the file that has the users of the host itself.
+const PASSWD: &str = "/etc/passwd";
+
 /// Path of the configuration file of libvirt's QEMU driver.
 const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
 
@@ -38,21 +41,48 @@ impl Owner {
     /// None, the result is the user that runs QEMU for libvirt on this host.
     ///
     /// # Errors
-    /// Returns an error if the user does not exist.
+    /// The user does not exist, or a source of accounts failed.
     pub fn find(word: Option<&str>) -> Result<Owner, String> {
         let conf = std::fs::read_to_string(QEMU_CONF).unwrap_or_default();
         if word == Some("none") {
             return Ok(Owner(None));
         }
         let Some(name) = word.or_else(|| configured(&conf)) else {
-            let number = |name| Kind::User.number(name).ok().flatten();
-            return Ok(Owner(QEMU_USERS.into_iter().find_map(number)));
+            let passwd = std::fs::read_to_string(PASSWD).unwrap_or_default();
+            return Owner::default(&passwd, |name| Kind::User.number(name));
         };
         let source = match word {
             Some(_) => "--owner".into(),
             None => format!("user in {QEMU_CONF}"),
         };
         Owner::named(name, &source)
+    }
+
+    /// Returns the user that runs QEMU for libvirt if nothing is configured. Packages create this
+    /// user in the file /etc/passwd, whose text is `passwd`. Other sources of accounts, which may
+    /// have to wait for a server, are asked with `look_up` only if the file has no such user.
+    ///
+    /// # Errors
+    /// The file has no such user, and a source of accounts failed.
+    fn default(
+        passwd: &str,
+        look_up: impl Fn(&str) -> std::io::Result<Option<u32>>,
+    ) -> Result<Owner, String> {
+        let user_id = |name: &str| {
+            let mut fields = passwd.lines().map(|line| line.split(':'));
+            let mut user = fields.find_map(|mut line| (line.next()? == name).then_some(line))?;
+            user.nth(1)?.parse().ok()
+        };
+        if let Some(number) = QEMU_USERS.into_iter().find_map(user_id) {
+            return Ok(Owner(Some(number)));
+        }
+        for name in QEMU_USERS {
+            let found = look_up(name).map_err(|error| not_looked_up("libvirt", name, &error))?;
+            if found.is_some() {
+                return Ok(Owner(found));
+            }
+        }
+        Ok(Owner(None))
     }
 
     /// Returns the user that the domain's XML names for its QEMU, or `self` if the XML names none.
@@ -70,12 +100,16 @@ impl Owner {
                 "{source}: the host has no user {name:?} (getent passwd): give the user that runs \
                  QEMU with --owner, by name or number"
             )),
-            Err(error) => Err(format!(
-                "{source}: the user {name:?} cannot be looked up ({error}): see getent passwd and \
-                 /etc/nsswitch.conf, or give the user that runs QEMU with --owner, by number"
-            )),
+            Err(error) => Err(not_looked_up(source, name, &error)),
         }
     }
+}
+
+fn not_looked_up(source: &str, name: &str, error: &std::io::Error) -> String {
+    format!(
+        "{source}: the user {name:?} cannot be looked up ({error}): see getent passwd and \
+         /etc/nsswitch.conf, or give the user that runs QEMU with --owner, by number"
+    )
 }
 
 /// Returns the user of the line `user = …` in libvirt's qemu.conf; None without such a line.
@@ -255,6 +289,19 @@ mod tests {
             );
         }
         assert_eq!(Owner::find(Some("none")), Ok(Owner(None)));
+    }
+
+    #[test]
+    fn the_default_user_of_qemu_is_looked_up_in_passwd_first() {
+        let away = |_: &str| Err(std::io::Error::other("the server is away"));
+        let passwd = "root:x:0:0:root:/root:/bin/sh\nqemu:x:107:107:qemu:/:/sbin/nologin\n";
+        assert_eq!(Owner::default(passwd, away), Ok(Owner(Some(107))));
+        let passwd = "qemus:x:7:7::/:\n:qemu:8\nqemu\nqemu:x\n";
+        let error = Owner::default(passwd, away).expect_err("a failed look-up was ignored");
+        assert!(error.contains("the server is away") && error.contains("libvirt-qemu"));
+        let one = |name: &str| Ok((name == "qemu").then_some(9));
+        assert_eq!(Owner::default("", one), Ok(Owner(Some(9))));
+        assert_eq!(Owner::default("", |_| Ok(None)), Ok(Owner(None)));
     }
 
     #[test]

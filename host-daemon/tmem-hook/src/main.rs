@@ -42,8 +42,9 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// Longest time that the hook waits for a daemon that did not answer another hook a short time ago.
-/// It suffices for a daemon that answers again, and hardly delays the starts of a hundred VMs.
-const TIMEOUT_AGAIN: Duration = Duration::from_millis(50);
+/// It suffices for a daemon that answers again on a busy host. Hooks wait so within 10 s only
+/// ([`LateRecord`]), so a hundred starts one after the other are delayed by 10 s at most.
+const TIMEOUT_AGAIN: Duration = Duration::from_millis(200);
 
 /// Pause before the hook asks again if the daemon closed the connection because it had too many
 /// clients. Most other clients have disconnected after this pause.
@@ -223,10 +224,12 @@ fn is_still_late(options: &Options) -> bool {
     let answer = within(TIMEOUT_AGAIN, move || {
         ask(&socket, |client| client.list_vms().call()).map(drop)
     });
-    if answer.is_some() {
+    // A daemon that closes the connection has too many clients, but it answers.
+    let answers = answer.is_some() || WAS_SHUT.load(Ordering::Relaxed);
+    if answers {
         options.late.remove();
     }
-    answer.is_none()
+    !answers
 }
 
 /// Records that the daemon did not answer in time. Records nothing if the time passed for another
@@ -279,8 +282,8 @@ fn hangs() -> String {
     let seconds = TIMEOUT.as_secs();
     if LOOKS_UP.load(Ordering::Relaxed) {
         return format!(
-            "the user of its QEMU was not found within {seconds} s: see getent passwd and \
-             /etc/nsswitch.conf, or give the user's number with --owner"
+            "no source of accounts answered within {seconds} s who the user of its QEMU is: see \
+             getent passwd and /etc/nsswitch.conf, or give the user's number with --owner"
         );
     }
     match WAS_SHUT.load(Ordering::Relaxed) {

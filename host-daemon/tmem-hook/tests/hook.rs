@@ -14,6 +14,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
+use tmem_hook::late::LateRecord;
 use tmem_testing::TestDaemon;
 use tmemd::PressureConfig;
 
@@ -423,7 +424,18 @@ fn a_daemon_with_too_many_clients_delays_a_start_only_until_the_timeout() {
             words.contains("too many clients"),
             "{operation}: the message does not name the daemon's too many clients: {words}"
         );
+        // The daemon answers, so the next VM waits for it, too.
+        let late = host.control().with_extension("late");
+        assert!(!late.exists(), "{operation}: the daemon counts as late");
     }
+    // It also does so if it was late a short time ago.
+    let control = host.control();
+    let record = LateRecord::new(control.with_extension("late"));
+    record.write(&control).expect("cannot write the record");
+    let output = hook(&control, "prepare", &xml);
+    let words = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(words.contains("too many clients"), "{words}");
+    assert!(!control.with_extension("late").exists());
 }
 
 #[test]

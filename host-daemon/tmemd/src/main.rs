@@ -144,8 +144,9 @@ fn main() -> ExitCode {
         }
         Err(error) => {
             tracing::error!("{error}");
-            if watchdog::has_service_manager() {
-                pause(&mut signals);
+            // A stop of the unit during the pause is no failure.
+            if watchdog::has_service_manager() && pause(&mut signals) {
+                return ExitCode::SUCCESS;
             }
             ExitCode::FAILURE
         }
@@ -162,13 +163,17 @@ fn is_of_configuration(error: &(dyn std::error::Error + 'static)) -> bool {
         )
 }
 
-/// Waits for [`START_FAILURE_PAUSE`], or until a signal arrives that stops the daemon.
-fn pause(signals: &mut Signals) {
+/// Waits for [`START_FAILURE_PAUSE`]. Returns true at once when a signal arrives that stops the
+/// daemon.
+fn pause(signals: &mut Signals) -> bool {
     let end = Instant::now() + START_FAILURE_PAUSE;
-    let stops = |signals: &mut Signals| signals.pending().any(|signal| signal != SIGHUP);
-    while Instant::now() < end && !stops(signals) {
+    while Instant::now() < end {
+        if signals.pending().any(|signal| signal != SIGHUP) {
+            return true;
+        }
         std::thread::sleep(PAUSE_STEP);
     }
+    false
 }
 
 fn run(

@@ -725,13 +725,19 @@ fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
     assert_eq!(shrunk.host_available_bytes, 512 << 20);
     assert!(shrunk.host_shrinks_stalls > 0);
     assert!(shrunk.host_shrinks > shrunk.host_shrinks_stalls);
-    // Tasks of one control group wait because of its limit. The host has 24 GiB available, nearly
-    // all of them in ZFS's ARC.
-    fs::write(path("arcstats"), "size 4 25233982464\nc_min 4 1048576\n")
-        .expect("cannot write the file");
+    // Tasks of one control group wait because of its limit, and the host has 24 GiB available.
     until("the pool grows although tasks wait for memory", || {
-        stalled(512 << 20);
+        stalled(24 << 30);
         pool().host_grows > shrunk.host_grows
     });
-    assert_eq!(pool().host_arc_bytes, 25_232_933_888);
+    // ZFS's ARC has nearly all memory. The pool need not shrink, because ZFS can release it.
+    fs::write(path("arcstats"), "size 4 25233982464\nc_min 4 1048576\n")
+        .expect("cannot write the file");
+    let shrinks = pool().host_shrinks;
+    host(128 << 20, 0);
+    until("the daemon reads the size of the ARC", || {
+        pool().host_arc_bytes == 25_232_933_888
+    });
+    assert_eq!(pool().host_available_bytes, 25_232_933_888 + (128 << 20));
+    assert_eq!(pool().host_shrinks, shrinks);
 }

@@ -5,7 +5,7 @@ use super::Finding;
 #[cfg(feature = "libvirt")]
 use crate::client;
 use crate::client::{connect, refused};
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::table::size;
 use crate::{Reach, in_time};
 use std::fs;
@@ -21,7 +21,9 @@ const DAEMON: &str = "daemon";
 /// The daemon's systemd unit.
 const UNIT: &str = "tmemd.service";
 /// Properties of the unit that `doctor` reads.
-const UNIT_PROPERTIES: &str = "--property=ActiveState,ExecMainStatus,NRestarts";
+const UNIT_PROPERTIES: &str = "--property=LoadState,ActiveState,ExecMainStatus,NRestarts";
+/// Path of the daemon's program in the unit.
+const DAEMON_PATH: &str = "/usr/sbin/tmemd";
 /// Exit status of a daemon whose options are invalid.
 const EXIT_USAGE: u8 = 2;
 /// Number of restarts since the last stop from which `doctor` warns. A daemon that was killed once,
@@ -67,17 +69,47 @@ pub fn findings(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm
     (findings, Some(vms))
 }
 
-/// Checks that the daemon's unit did not fail, and that systemd does not restart the daemon again
-/// and again. Returns None if systemd does not run on the host below `root`, or does not answer.
-pub fn unit(root: &Path) -> Option<Finding> {
+/// Checks that the daemon's unit did not fail, that systemd does not restart the daemon again and
+/// again, and that the daemon could start again with its present configuration. Returns nothing if
+/// systemd does not run on the host below `root`, or does not know the unit.
+pub fn unit(reach: &Reach, root: &Path) -> Vec<Finding> {
     // systemd creates this directory where it is process 1, see sd_booted(3).
     if root != Path::new("/") || !root.join("run/systemd/system").exists() {
-        return None;
+        return Vec::new();
     }
-    let mut systemctl = Command::new("systemctl");
-    let shown = systemctl.args(["show", UNIT, UNIT_PROPERTIES]).output();
-    let shown = shown.ok().filter(|shown| shown.status.success())?;
-    Some(of_unit(&String::from_utf8_lossy(&shown.stdout)))
+    let output = |program: &'static str, arguments: &'static [&str]| {
+        in_time(program, reach, move |_| {
+            let output = Command::new(program).args(arguments).output();
+            output.map_err(|error| Failure(error.to_string(), Code::Failed))
+        })
+    };
+    let Ok(shown) = output("systemctl", &["show", UNIT, UNIT_PROPERTIES]) else {
+        return Vec::new();
+    };
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    if !shown.contains("LoadState=loaded") {
+        return Vec::new();
+    }
+    let checked = output(DAEMON_PATH, &["--check-config"]).ok();
+    let checked = checked.map(|output| of_configuration(output.status.code(), &output.stderr));
+    [of_unit(&shown)].into_iter().chain(checked).collect()
+}
+
+/// Judges the result of `tmemd --check-config`: its exit status, and its message.
+fn of_configuration(status: Option<i32>, message: &[u8]) -> Finding {
+    let of = ("configuration", DAEMON);
+    match status {
+        Some(status) if status == i32::from(api::EXIT_CONFIGURATION) => Finding::fault(
+            of,
+            format!(
+                "the daemon cannot start again with the present configuration: {}",
+                String::from_utf8_lossy(message).trim()
+            ),
+            "correct /etc/virtio-tmem/tmemd.toml; tmemd --check-config; systemctl reload-or-restart \
+             tmemd",
+        ),
+        _ => Finding::good(of, "the configuration has no fault that this user can see"),
+    }
 }
 
 /// Judges the properties of the unit as `systemctl show` prints them.
@@ -105,6 +137,11 @@ fn of_unit(shown: &str) -> Finding {
                  does not start it again"
             ),
             "systemctl cat tmemd; correct ExecStart= with systemctl edit tmemd; systemctl start tmemd",
+        ),
+        ("failed", _) => Finding::fault(
+            of,
+            format!("the daemon's unit failed, with status {status}"),
+            "journalctl -u tmemd has the reason; systemctl start tmemd",
         ),
         _ if restarts >= RESTARTS_WARNED => Finding::warning(
             of,
@@ -488,12 +525,24 @@ mod tests {
             ("activating", 1, 9, State::Warning, "9 times"),
             ("failed", 78, 0, State::Fault, "configuration is invalid"),
             ("failed", 2, 0, State::Fault, "options are invalid"),
+            ("failed", 1, 0, State::Fault, "with status 1"),
             // An operator has corrected the configuration and started the daemon.
             ("active", 78, 0, State::Good, ""),
         ] {
             let found = [of_unit(&shown(state_of_unit, status, restarts))];
             assert_eq!(state(&found, "unit"), wanted, "{found:?}");
             assert!(found[0].text.contains(part), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn doctor_finds_a_configuration_with_which_the_daemon_cannot_start() {
+        let found = of_configuration(Some(78), b"tmemd: line 1: unknown key\n");
+        assert_eq!(found.state, State::Fault);
+        assert!(found.text.ends_with("tmemd: line 1: unknown key"));
+        // An older daemon does not know the option, and a signal may end the process.
+        for status in [Some(0), Some(2), None] {
+            assert_eq!(of_configuration(status, b"").state, State::Good);
         }
     }
 

@@ -103,7 +103,7 @@ impl Finding {
 pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Output, bool), Failure> {
     let mut findings = host::findings(&arguments.root);
     findings.extend(installation::findings(&arguments.root));
-    findings.extend(daemon::unit(&arguments.root));
+    findings.extend(daemon::unit(reach, &arguments.root));
     let (of_daemon, vms) = daemon::findings(reach, &arguments.root);
     findings.extend(of_daemon);
     #[cfg(feature = "libvirt")]

@@ -54,9 +54,9 @@ const SHRINK_PART: u64 = 8;
 const STALL_SHRINK_PART: u64 = 16;
 
 /// Multiple of `host_free_min`: waits for memory count only while less than this is left. By
-/// default, `host_free_min` is at most a 32nd of the host's memory, so the pool releases at most an
-/// eighth of the host's memory because of waits. On a host with more memory left, tasks wait for
-/// other reasons, such as the limit of a control group.
+/// default, `host_free_min` is at most a 32nd of the host's memory, so on a host with 2 GiB or more
+/// waits count only while less than an eighth of its memory is left. On a host with more memory
+/// left, tasks wait for other reasons, such as the limit of a control group.
 const STALL_FREE_FACTOR: u64 = 4;
 
 /// Smallest value that [`STALL_FREE_FACTOR`] multiplies, in bytes. A host without `host_free_min`
@@ -166,10 +166,13 @@ impl Governor {
     fn is_stalled(&self, readings: Readings) -> bool {
         let Available {
             host_bytes,
+            arc_bytes,
             group_bytes,
-            ..
         } = readings.available;
-        let left_bytes = host_bytes.unwrap_or(0).min(group_bytes.unwrap_or(u64::MAX));
+        // ZFS may not be able to release its ARC as fast as tasks need memory, or not completely.
+        // Tasks that wait then need the pool's memory, however large the ARC is.
+        let free_bytes = host_bytes.unwrap_or(0).saturating_sub(arc_bytes);
+        let left_bytes = free_bytes.min(group_bytes.unwrap_or(u64::MAX));
         readings.stalled && left_bytes < self.stall_free_bytes()
     }
 
@@ -829,6 +832,27 @@ mod tests {
             host.available()
         );
         assert!(size > FULL / 2);
+    }
+
+    /// ZFS does not release its ARC while tasks wait, for example because the ARC is pinned.
+    #[test]
+    fn memory_stalls_count_although_the_arc_is_large() {
+        let shrinks = |arc_bytes| {
+            let mut governor = Governor::new(FREE_MIN, FULL);
+            let readings = Readings {
+                available: Available {
+                    host_bytes: Some(60 * GIB),
+                    arc_bytes,
+                    group_bytes: None,
+                },
+                stalled: true,
+            };
+            let change = governor.step(Instant::now(), readings, FULL, || 0);
+            change.is_some_and(|change| change.reason == Reason::Stalls)
+        };
+        assert!(!shrinks(0));
+        assert!(!shrinks(60 * GIB - STALL_FREE_FACTOR * FREE_MIN));
+        assert!(shrinks(60 * GIB - STALL_FREE_FACTOR * FREE_MIN + 1));
     }
 
     #[test]

@@ -170,7 +170,8 @@ impl Notifier {
 
 impl Aio {
     fn new() -> io::Result<Aio> {
-        let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|error| io::Error::other(format!("/dev/null: {error}")))?;
         let mut context: c_ulong = 0;
         // SAFETY: the kernel writes the number of the new context to `context`, which is valid for
         // the write.

@@ -7,6 +7,7 @@
 //! eventfd. Writing to the eventfd through the ring would not work, see `notifier.rs`.
 //!
 //! Limits: three system calls for each notification, and one notification at a time in the process.
+//! Before Linux 5.18, two of these calls also wait for an RCU grace period, which takes milliseconds.
 //! The ring is restricted to this use before its first use, like those of the workers (`uring.rs`).
 //!
 //! System calls: io_uring_setup and io_uring_register at the start; io_uring_register and
