@@ -22,6 +22,7 @@
 	({ static atomic_t calls; tmem_inject(&calls, READ_ONCE(tmem_inject_##what)); })
 extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
+extern unsigned int tmem_inject_nomem_device;
 extern unsigned int tmem_inject_memory_error;
 extern unsigned int tmem_inject_corrupt;
 extern unsigned int tmem_inject_retained_changed;
@@ -60,6 +61,12 @@ extern unsigned int tmem_test_sweeps;
 
 /* Shortest time between two requests to evict small files, which tests do not want to wait for. */
 #define TMEM_SMALL_EVICT_PERIOD	(HZ / 20)
+
+/* Returns a tenth of a time between two retries, because tests do not want to wait for it. */
+static inline unsigned int tmem_retry_seconds(unsigned int seconds)
+{
+	return seconds / 10;
+}
 
 extern unsigned long tmem_test_cookies;
 /*
@@ -108,6 +115,11 @@ void tmem_test_walk(unsigned int run, unsigned int searched);
 static inline long tmem_test_limit(long bytes)
 {
 	return bytes;
+}
+
+static inline unsigned int tmem_retry_seconds(unsigned int seconds)
+{
+	return seconds;
 }
 
 static inline u64 tmem_test_first_seq(u64 max)

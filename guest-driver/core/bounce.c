@@ -106,7 +106,7 @@ int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages)
 	dev->get_req = kcalloc(TMEM_GET_REQUESTS, sizeof(*dev->get_req), GFP_KERNEL);
 	dev->bounce = kcalloc(dev->nr_bounce, sizeof(*dev->bounce), GFP_KERNEL);
 	dev->bounce_free = kcalloc(dev->nr_bounce, sizeof(*dev->bounce_free), GFP_KERNEL);
-	if (!dev->get_req || !dev->bounce || !dev->bounce_free)
+	if (!dev->get_req || !dev->bounce || !dev->bounce_free || TMEM_INJECT(nomem_device))
 		return -ENOMEM;
 	for (i = 0; i < TMEM_GET_REQUESTS; i++) {
 		dev->get_req[i] = kzalloc(sizeof(*dev->get_req[i]), GFP_KERNEL);

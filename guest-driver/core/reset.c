@@ -9,6 +9,8 @@
  * then setup_lock of transport.c. The work item is on a freezable workqueue, so it never runs while
  * devices are suspended.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/device.h>
 #include <linux/jiffies.h>
 
@@ -33,11 +35,23 @@
  */
 #define STUCK_CHECKS	10
 #define STUCK_PERIOD_MS	1000
+/*
+ * Maximum number of further attempts to set up a device whose set-up after a reset has failed, for
+ * example because a balloon has just taken the memory. The first one comes SETUP_RETRY_S seconds
+ * after the reset, and each further one after twice as long, the last one 11 minutes after the
+ * reset.
+ */
+#define SETUP_RETRIES	6
+#define SETUP_RETRY_S	10
 
 static void reset_work_fn(struct work_struct *work);
 static DECLARE_DELAYED_WORK(reset_work, reset_work_fn);
 /* time from which the driver may reset the device again, in jiffies; used by the work item only */
 static unsigned long reset_again;
+/* The driver, while the device that it has reset is not set up; used by the work item only. */
+static struct device_driver *left_by;
+/* Number of attempts to set up this device again; used by the work item only. */
+static unsigned int attempts;
 /* True while no reset can be requested, because the module is being unloaded. */
 static bool resets_off;
 
@@ -61,13 +75,43 @@ static struct virtio_device *reset_wanted(const char **reason)
 	return vdev;
 }
 
+/* Requests another attempt to set up the device if it is not set up after a reset. */
+static void retry_later(struct device_driver *driver)
+{
+	unsigned int seconds = tmem_retry_seconds(SETUP_RETRY_S << attempts);
+
+	left_by = NULL;
+	if (rcu_access_pointer(tmem_device))
+		return;
+	if (attempts == SETUP_RETRIES) {
+		pr_err("%u attempts to set up the device after a reset have failed: bind it again or reload the module\n",
+		       attempts);
+		return;
+	}
+	pr_warn("the set-up of the device after a reset has failed: next attempt in %u s\n",
+		seconds);
+	left_by = driver;
+	attempts++;
+	queue_delayed_work(system_freezable_wq, &reset_work, seconds * HZ);
+}
+
 static void reset_work_fn(struct work_struct *work)
 {
+	struct device_driver *driver = left_by;
 	struct virtio_device *vdev;
 	unsigned long now = jiffies;
 	const char *reason;
 	int err;
 
+	if (driver && !rcu_access_pointer(tmem_device)) {
+		/* The driver core calls tmem_probe(), which reports its errors itself. */
+		err = driver_attach(driver);
+		if (err)
+			pr_err("the driver cannot look for its device (error %d)\n", err);
+		retry_later(driver);
+		return;
+	}
+	left_by = NULL;
 	if (time_before(now, reset_again)) {
 		queue_delayed_work(system_freezable_wq, &reset_work, reset_again - now);
 		return;
@@ -78,15 +122,18 @@ static void reset_work_fn(struct work_struct *work)
 	dev_notice(&vdev->dev, "reset of the device: %s\n", reason);
 	tmem_count(TMEM_STAT_device_resets);
 	reset_again = now + RESET_PERIOD_S * HZ;
+	driver = vdev->dev.driver;
 	/*
 	 * If the device is removed at the same time, the driver core does not bind it again. If an
-	 * operator unbinds it at the same time, the reset may bind it again. tmem_probe() reports
-	 * its errors itself.
+	 * operator unbinds it at the same time, the reset may bind it again. device_reprobe() does
+	 * not return the errors of tmem_probe(), which reports them itself.
 	 */
 	err = device_reprobe(&vdev->dev);
 	if (err)
 		dev_err(&vdev->dev, "the device is not used after a reset (error %d)\n", err);
 	put_device(&vdev->dev);
+	attempts = 0;
+	retry_later(driver);
 }
 
 /**
@@ -106,7 +153,7 @@ void tmem_dev_reset_soon(const char *reason)
 	dev = rcu_dereference(tmem_device);
 	/* tmem_resets_exit() waits for RCU readers that have read resets_off. */
 	if (dev && !READ_ONCE(resets_off) && !cmpxchg(&dev->reset_reason, NULL, reason))
-		queue_delayed_work(system_freezable_wq, &reset_work, 0);
+		mod_delayed_work(system_freezable_wq, &reset_work, 0);
 	rcu_read_unlock();
 }
 

@@ -34,15 +34,20 @@ static u64 read_generation(struct tmem_dev *dev)
 	return generation;
 }
 
-/* Returns the reason why the device cannot be used, whatever its generation is, or NULL. */
+/*
+ * Returns the reason why the device cannot be used, whatever its generation is, or NULL. Requests a
+ * reset if the device needs one.
+ */
 static const char *unusable(struct tmem_dev *dev)
 {
 	struct virtio_device *vdev = dev->vdev;
 
 	if (READ_ONCE(hibernating))
 		return "hibernation";
-	if (vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET)
-		return "the device needs a reset, reload the module";
+	if (vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET) {
+		tmem_dev_reset_soon("the device needs a reset");
+		return "the device needs a reset";
+	}
 	return NULL;
 }
 

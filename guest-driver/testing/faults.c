@@ -26,6 +26,10 @@ unsigned int tmem_inject_nomem;
 module_param_named(inject_nomem, tmem_inject_nomem, uint, 0644);
 MODULE_PARM_DESC(inject_nomem, "TEST: every n'th put finds no memory for the index");
 
+unsigned int tmem_inject_nomem_device;
+module_param_named(inject_nomem_device, tmem_inject_nomem_device, uint, 0644);
+MODULE_PARM_DESC(inject_nomem_device, "TEST: every n'th set-up of a device finds no memory for bounce pages");
+
 unsigned int tmem_inject_memory_error;
 module_param_named(inject_memory_error, tmem_inject_memory_error, uint, 0644);
 MODULE_PARM_DESC(inject_memory_error, "TEST: every n'th evicted page that the driver copies or checks has a memory error");

@@ -21,6 +21,7 @@ from driver import (
     evict,
     kept,
     seed,
+    set_parameter,
     settle,
     state,
     stats,
@@ -38,7 +39,7 @@ from liar import (
     T_REPORT,
     Liar,
 )
-from test_core import check_works, drop_pages, reload
+from test_core import DRIVER, check_works, devices, drop_pages, reload
 from test_driver import tree_disk
 
 from harness.guest import Guest
@@ -59,6 +60,9 @@ LATE_MAX = 3 * 4
 # Minimum number of kinds of wrong answers that the load must meet, and maximum number of runs of
 # the load for that. One run usually suffices.
 TOLD_MIN, TURNS_MAX = 4, 5
+# The driver resets a device at most once in 60 s (RESET_PERIOD_S). The first reset takes some time.
+RESET_PERIOD_SECONDS = 50
+SET_UP_ATTEMPTS = 6  # SETUP_RETRIES of the driver
 LOAD = "--ops=4000 --jobs=2 --files=16 --size-max=262144"
 
 
@@ -181,22 +185,79 @@ def test_wrong_contents_under_load_switch_the_cache_off(
         assert (kept(after), after["hits"]) == (kept(counters), counters["hits"])
 
 
-def test_stopped_queue_switches_the_cache_off(
+def uptime(guest: Guest) -> float:
+    return float(guest.read("/proc/uptime").split()[0])
+
+
+def test_device_with_a_stopped_queue_is_reset(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A queue that the back end stopped switches the cache off until the driver is loaded again."""
+    """The driver resets a device that needs a reset, but at most once a minute.
+
+    Until the reset, the cache is off and the driver sends no request.
+    """
     data, sums = tree_disk(session)
+    sums = dict(list(sums.items())[:8])
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
-        check_works(guest, sums)
+        liar.stop_queue(1)
+        until(lambda: stats(guest)["device_resets"] == 1, 60, "the device is reset")
+        first = uptime(guest)
+        check_reset(guest, sums)
         evict(guest, list(sums))
         liar.stop_queue(1)
         wait_state(guest, "offline: the device needs a reset")
         gets = liar.gets
         assert checksums(guest, list(sums)) == sums
         assert liar.gets == gets
-        reload(guest)
+        assert stats(guest)["device_resets"] == 1 or uptime(guest) - first > RESET_PERIOD_SECONDS
+        until(lambda: stats(guest)["device_resets"] == 2, 120, "the device is reset again")
+        assert uptime(guest) - first > RESET_PERIOD_SECONDS
+        wait_state(guest, "on")
+        wait_served(guest)
         check_works(guest, sums)
+
+
+def log(guest: Guest) -> str:
+    return guest.sh("dmesg", 60)
+
+
+@pytest.mark.smoke
+def test_set_up_that_fails_after_a_reset_is_repeated(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    data, sums = tree_disk(session)
+    sums = dict(list(sums.items())[:8])
+    with Liar(session.directory / "liar") as liar:
+        guest = driver_guest(session, kernel, test_module, Tmem(liar.path), disks=[data])
+        set_parameter(guest, "inject_nomem_device", "1")
+        liar.stop_queue(1)
+        wait_state(guest, "off: the device could not be set up")
+        # Two attempts fail.
+        until(lambda: "next attempt in 4 s" in log(guest), 60, "the driver tries again")
+        assert checksums(guest, list(sums)) == sums
+        set_parameter(guest, "inject_nomem_device", "0")
+        check_reset(guest, sums)
+
+
+def test_set_up_after_a_reset_is_repeated_a_bounded_number_of_times(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The attempts end, and an administrator can then bind the device again."""
+    data, sums = tree_disk(session)
+    sums = dict(list(sums.items())[:8])
+    with Liar(session.directory / "liar") as liar:
+        guest = driver_guest(session, kernel, test_module, Tmem(liar.path), disks=[data])
+        set_parameter(guest, "inject_nomem_device", "1")
+        liar.stop_queue(1)
+        failed = f"{SET_UP_ATTEMPTS} attempts to set up the device after a reset have failed"
+        # The attempts take 1 + 2 + 4 + ... + 32 s in a module that was built for tests.
+        until(lambda: failed in log(guest), 180, "the driver gives up")
+        assert log(guest).count("next attempt in") == SET_UP_ATTEMPTS
+        set_parameter(guest, "inject_nomem_device", "0")
+        _, (name,) = devices(guest)
+        guest.sh(f"echo {name} >{DRIVER}/bind", 60)
+        check_reset(guest, sums)
 
 
 def test_driver_sends_latencies_only_if_the_device_offers_them(
