@@ -41,6 +41,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker, tmem_hold_feeder;
 extern unsigned int tmem_hold_truncate, tmem_hold_get, tmem_hold_probe;
+extern unsigned int tmem_hold_read, tmem_hold_sweep;
 void tmem_hold(unsigned int *place);
 
 extern unsigned long tmem_test_index_bytes;
@@ -103,6 +104,10 @@ static inline const char *tmem_test_point_release(const char *name)
 }
 
 void tmem_test_walk(unsigned int run, unsigned int searched);
+
+struct tmem_key;
+int tmem_test_pool(struct tmem_key *key, const char *name);
+unsigned long tmem_test_fill_bucket(struct tmem_key *key, u64 *ino, unsigned long nr);
 
 #else
 

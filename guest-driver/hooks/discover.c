@@ -392,6 +392,7 @@ static void sweep_fn(struct work_struct *work)
 {
 	unsigned int i;
 
+	TMEM_HOLD(sweep);
 	for (i = 0; i < NR_TMEM_FS_TYPES; i++)
 		if (READ_ONCE(tmem_fs_types[i].fst))
 			iterate_supers_type(tmem_fs_types[i].fst, tmem_fs_sweep_seen, NULL);

@@ -386,6 +386,7 @@ void tmem_wrap_readahead(struct readahead_control *rac)
 	run = kmalloc(sizeof(*run), GFP_NOFS | __GFP_NORETRY | __GFP_NOWARN);
 	if (!run)
 		goto original;
+	TMEM_HOLD(read);
 	rd.deadline_ns = tmem_get_deadline_ns();
 
 	for (;;) {

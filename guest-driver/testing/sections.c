@@ -29,12 +29,7 @@
  * take 3.3 MB of the index, which must not become full.
  */
 #define SECTION_LEAVES		40960
-/* Maximum number of inodes in one bucket of the index, and a limit of the search for them. */
-#define SECTION_INODES	512
-#define SECTION_SEARCH_MAX	BIT(26)
-/* Attempts, 1 ms apart, to store the first entry, while the host has not confirmed the pool. */
-#define SECTION_RETRIES		10000
-#define INO		12
+#define SECTION_INODES	512	/* maximum number of inodes in one bucket of the index */
 
 enum section { IDLE, RANGE, INODE, CHAIN, SWEEP, NR_SECTIONS };
 
@@ -48,6 +43,7 @@ static struct {
 } result[NR_SECTIONS];
 
 static DEFINE_MUTEX(sections_lock);
+static u64 ino_of_bucket[SECTION_INODES];
 static u64 longest_ns;
 
 static int monitor(void *unused)
@@ -79,28 +75,6 @@ static unsigned long fill(const struct tmem_key *key)
 	return i;
 }
 
-/* Stores one entry for each of many inodes of one bucket. Returns their number. */
-static unsigned long fill_bucket(struct tmem_key *key, u64 *ino)
-{
-	u32 bucket = tmem_index_bucket(key);
-	struct tmem_where where;
-	unsigned long nr = 0;
-	u32 i;
-
-	for (i = 0; i < SECTION_SEARCH_MAX && nr < SECTION_INODES; i++) {
-		key->ino = INO + 1 + i;
-		if (!(i % 4096))
-			cond_resched();
-		if (tmem_index_bucket(key) != bucket)
-			continue;
-		if (tmem_index_store(key, 0, 1, &where))
-			break;
-		*ino = key->ino;
-		nr++;
-	}
-	return nr;
-}
-
 static void begin_section(u64 *begin)
 {
 	fsleep(SECTION_IDLE_MS * USEC_PER_MSEC);	/* work from before the measurement ends */
@@ -120,22 +94,16 @@ static void end_section(enum section section, u64 begin, unsigned long entries)
 
 static int run_sections(void)
 {
-	struct tmem_key key = { tmem_pool_new("sections", NULL), INO, 1 };
-	unsigned int retries = SECTION_RETRIES;
 	struct task_struct *thread;
-	struct tmem_where where;
+	struct tmem_key key;
 	unsigned long nr, i;
-	u64 begin, ino = 0;
+	u64 begin, ino;
+	int err;
 
-	if (!key.pool)
-		return -ENOMEM;
-	while (tmem_index_store(&key, 0, 1, &where)) {
-		if (!retries--) {
-			tmem_pool_free(key.pool);
-			return -ETIMEDOUT;
-		}
-		fsleep(USEC_PER_MSEC);
-	}
+	err = tmem_test_pool(&key, "sections");
+	if (err)
+		return err;
+	ino = key.ino;
 	thread = kthread_create(monitor, NULL, "tmem_sections");
 	if (IS_ERR(thread)) {
 		tmem_pool_free(key.pool);
@@ -160,16 +128,16 @@ static int run_sections(void)
 	end_section(INODE, begin, nr);
 
 	/* Each call searches the complete bucket, as a direct write to a marked inode does. */
-	nr = fill_bucket(&key, &ino);
-	key.ino = INO;
+	nr = tmem_test_fill_bucket(&key, ino_of_bucket, SECTION_INODES);
+	key.ino = ino;
 	begin_section(&begin);
 	for (i = 0; i < SECTION_INODES; i++) {
-		tmem_invalidate_inode(key.pool, INO, TMEM_INVAL_DIRECT);
+		tmem_invalidate_inode(key.pool, ino, TMEM_INVAL_DIRECT);
 		cond_resched();
 	}
 	end_section(CHAIN, begin, nr);
 
-	key.ino = ino + 1;
+	key.ino = ino_of_bucket[SECTION_INODES - 1] + 1;
 	nr += fill(&key);
 	begin_section(&begin);
 	tmem_pool_free(key.pool);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Work of the driver is bounded: sections without scheduling, walks, and memory of former pools."""
+"""Work and memory of the driver are bounded: sections without scheduling, walks, buckets, pools."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ SECTION_INSTRUCTIONS = 200_000
 # Memory of the guest. Its index has space for the 40,960 leaves that testing/sections.c makes.
 SECTIONS_RAM = 1024 * MIB
 ROUNDS = 40  # mounts and unmounts
+# Maximum number of inodes in one bucket of the index (BUCKET_OBJECTS_MAX), and number of inodes
+# that a test adds to a full bucket.
+BUCKET_INODES, MORE_INODES = 512, 100
+POOLS_FREED_MAX = 1024
 
 
 def parameter(guest: Guest, name: str) -> str:
@@ -75,6 +79,57 @@ def test_operations_of_the_index_reschedule_after_bounded_work(
     bound = found["idle"][0] + SECTION_INSTRUCTIONS
     late = {name: longest for name, (longest, _, _) in found.items() if longest > bound}
     assert not late, f"sections of more than {SECTION_INSTRUCTIONS} instructions: {late}"
+
+
+@pytest.mark.smoke
+def test_full_bucket_replaces_its_oldest_inodes(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A put of a new inode into a full bucket of the index is not refused."""
+    guest = driver_guest(session, kernel, test_module)
+    before = stats(guest)["index_evicted"]
+    guest.sh(f"echo {BUCKET_INODES + MORE_INODES} >{PARAMETERS}/test_bucket", 120)
+    stored, held, oldest = (int(value) for value in parameter(guest, "test_bucket").split())
+    assert stored == BUCKET_INODES + MORE_INODES, "a full bucket refuses a put"
+    assert held == BUCKET_INODES
+    assert oldest == MORE_INODES, "the inodes that were replaced are not the oldest ones"
+    assert stats(guest)["index_evicted"] - before == MORE_INODES
+
+
+def test_former_pools_are_limited_while_the_host_does_not_answer(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    daemon = start_daemon(session)
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        Tmem(daemon.socket("vm1")),
+        disks=[
+            Disk("data", disk.ext4(session.directory / "data.img", 64 * MIB)),
+            Disk("other", disk.ext4(session.directory / "other.img", 64 * MIB)),
+        ],
+    )
+    guest.mount("other", "/other")
+    mount = Mount(guest, "/other")
+    mount.wait()
+    probe = "dd if=/dev/zero of=/other/f bs=64k count=1 2>/dev/null; sync"
+
+    def held() -> bool:
+        guest.sh(f"{probe}; echo 1 >/proc/sys/vm/drop_caches")
+        return mount.count("held_pages") > 0
+
+    until(held, 60, "the host has the pool of /other")
+    daemon.pause()
+    # The host does not destroy this pool, so the driver keeps the pools behind it.
+    guest.sh("umount /other", 60)
+    more = guest.run(f"echo {POOLS_FREED_MAX} >{PARAMETERS}/test_pools", 120)
+    assert more.status != 0, "the driver makes pools although it cannot destroy former ones"
+    assert int(parameter(guest, "test_pools_freed")) == POOLS_FREED_MAX
+    daemon.resume()
+    until(lambda: parameter(guest, "test_pools_freed") == "0", 60, "the host destroyed all pools")
+    guest.sh(f"echo 1 >{PARAMETERS}/test_pools", 60)
+    wait_state(guest, "on")
 
 
 def test_former_pools_are_released_while_there_is_no_back_end(

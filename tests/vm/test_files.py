@@ -21,6 +21,7 @@ from driver import (
     checksums,
     driver_guest,
     evict,
+    growth,
     kept,
     seed,
     set_parameter,
@@ -225,6 +226,35 @@ def test_former_quota_file_reads_no_old_byte(
     set_parameter(guest, "deadline_ms", str(DEADLINE_MAX_MS))
     check_former_quota_file(guest, way)
     check_cached(guest, make(guest, f"{WHERE}/other"))
+
+
+@pytest.mark.smoke
+def test_suspended_quota_file_keeps_its_mark(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The mark of a quota file stays when the last page of the file leaves the page cache.
+
+    The driver marks the file when the kernel begins to suspend quotas. The kernel then writes the
+    file's blocks below the page cache. A page that is read before the blocks are on the disk is
+    old, and must not be put when the file has become an ordinary file.
+    """
+    guest = boot(session, kernel, module, modules=["quota_v2"], mount="usrquota")
+    path = f"{WHERE}/aquota.user"
+    guest.sh(f"{SPECIAL} quotafile {path}; {SPECIAL} quotaon {WHERE} {path}")
+    guest.sh(f"cat {path} >/dev/null; mount -o remount,ro {WHERE}", 60)
+    guest.sh(f"echo 1 >/proc/sys/vm/drop_caches; cat {path} >/dev/null")
+    # Without the module of the quota format, the kernel cannot resume the quotas.
+    guest.sh(f"rmmod quota_v2; mount -o remount,rw {WHERE}; sync", 60)
+    settle(guest)
+    before = stats(guest)
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    after = settle(guest)
+    grown = growth(before, after)
+    assert grown["puts_skipped_marked"] > 0 and kept(grown) == 0, grown
+    # An ordinary file loses its mark with its last page.
+    held = evict(guest, [path])["index_pages"]
+    assert held > after["index_pages"]
+    guest.sh(f"{SPECIAL} same {path}")
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])

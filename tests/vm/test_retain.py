@@ -527,6 +527,39 @@ def test_changed_retained_page_blocks_the_mount(
 
 
 @pytest.mark.smoke
+def test_readahead_gets_no_page_after_its_mount_was_blocked(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A wrong page of one file stops a readahead of another file that has already begun.
+
+    The sweep, which empties the pool, waits meanwhile. So the pages of the readahead stay held.
+    """
+    guest, sums = boot(session, kernel, test_module, files=2)
+    session.expect_trouble()
+    path, wrong = sums
+    evict(guest, [path, wrong])
+    settle_refs(guest)
+    assert checksums(guest, [wrong]) == {wrong: sums[wrong]}
+    assert stats(guest)["index_retained_pages"] > 0
+    read, sweep = Hold(guest, "read"), Hold(guest, "sweep")
+    job = guest.start(f"sha256sum {path}", 120)
+    read.wait()
+    set_parameter(guest, "inject_retained_changed", "1")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    set_parameter(guest, "inject_retained_changed", "0")
+    wait_blocked(guest, CHANGED)
+    sweep.wait()
+    before = stats(guest)
+    assert before["index_pages"] >= PAGES * 3 // 4, "the pool is empty already"
+    read.release()
+    done = job.wait()
+    assert done.text.split()[0] == sums[path]
+    assert growth(before, stats(guest))["hits"] == 0
+    sweep.release()
+    until(lambda: stats(guest)["index_pages"] == 0, SETTLE_SECONDS, "the pool is emptied")
+
+
+@pytest.mark.smoke
 def test_changed_retained_page_reveals_a_missing_dirty_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
