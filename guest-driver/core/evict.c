@@ -40,7 +40,13 @@ enum victims { ALL_LEAVES, RETAINED_LEAVES, FIRST_PAGES };
 /* Number of objects that a sweep takes out of a bucket before it drops the bucket's lock. */
 #define SWEEP_OBJECTS		64
 
-static unsigned int evict_hand;		/* next bucket of the evictor; used by the work item only */
+/*
+ * Place at which the evictor continues: its bucket, and the object and leaf in this bucket as for
+ * evict_step(). Used by the work item only.
+ */
+static unsigned int evict_hand;
+static u64 evict_object = U64_MAX;
+static unsigned long evict_leaf;
 
 /*
  * Frees all objects whose pool id is no longer in use. Their entries were counted as erased when
@@ -166,19 +172,19 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 }
 
 /*
- * Erases entries until the index uses at most @low bytes or @visits buckets were visited.
+ * Erases entries until the index uses at most @low bytes or @visits buckets were visited to their
+ * end. The function may stop inside a bucket, because one large file may have most entries of the
+ * index. The next call continues there.
  */
 static void evict(enum victims victims, unsigned long visits, long low)
 {
-	unsigned long nr;
-	u64 at;
-
-	for (; visits && atomic_long_read(&tmem_index_used_bytes) > low; visits--) {
-		at = U64_MAX;
-		nr = 0;
-		while (evict_step(&tmem_buckets[evict_hand], victims, &at, &nr))
-			cond_resched();
-		evict_hand = (evict_hand + 1) & ((1U << tmem_bucket_bits) - 1);
+	while (visits && atomic_long_read(&tmem_index_used_bytes) > low) {
+		if (!evict_step(&tmem_buckets[evict_hand], victims, &evict_object, &evict_leaf)) {
+			evict_object = U64_MAX;
+			evict_leaf = 0;
+			evict_hand = (evict_hand + 1) & ((1U << tmem_bucket_bits) - 1);
+			visits--;
+		}
 		cond_resched();
 	}
 }
@@ -197,9 +203,10 @@ static void evict_full(long low)
 	/* Marks and policies alone may fill a small index. The evictor cannot free them. */
 	if (!tmem_index_pages())
 		return;
+	/* A walk that begins inside a bucket visits the first part of this bucket at its end. */
 	if (tmem_index_retained_pages())
-		evict(RETAINED_LEAVES, 1UL << tmem_bucket_bits, low);
-	evict(ALL_LEAVES, 2UL << tmem_bucket_bits, low);
+		evict(RETAINED_LEAVES, (1UL << tmem_bucket_bits) + 1, low);
+	evict(ALL_LEAVES, (2UL << tmem_bucket_bits) + 1, low);
 	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);

@@ -13,6 +13,8 @@ from driver import (
     WHERE,
     driver_guest,
     evict,
+    limit_index,
+    settle,
     start_daemon,
     stats,
     wait_served,
@@ -42,6 +44,12 @@ ROUNDS = 40  # mounts and unmounts
 # that a test adds to a full bucket.
 BUCKET_INODES, MORE_INODES = 512, 100
 POOLS_FREED_MAX = 1024
+# RAM of a guest whose hash table takes three times as much memory as ENTRY_BYTES, the limit of the
+# entries.
+LARGE_RAM = 2048 * MIB
+ENTRY_BYTES = 128 << 10
+# Size of the part of a file that is read at a time, and maximum number of these parts.
+PART_MIB, PARTS_MAX = 2, 100
 
 
 def parameter(guest: Guest, name: str) -> str:
@@ -94,6 +102,44 @@ def test_full_bucket_replaces_its_oldest_inodes(
     assert held == BUCKET_INODES
     assert oldest == MORE_INODES, "the inodes that were replaced are not the oldest ones"
     assert stats(guest)["index_evicted"] - before == MORE_INODES
+
+
+@pytest.mark.smoke
+def test_full_index_keeps_most_pages_of_a_large_file(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The evictor frees about 3/16 of the memory of the entries, which are in one bucket.
+
+    It neither empties the bucket, nor counts the hash table as memory that it can free.
+    """
+    guest = driver_guest(session, kernel, test_module, memory_bytes=LARGE_RAM)
+    table = limit_index(guest, ENTRY_BYTES)
+    assert table > 2.5 * ENTRY_BYTES
+    # A hole is read like other pages, and takes no disk space.
+    guest.sh(f"truncate -s {PART_MIB * PARTS_MAX}M {WHERE}/large; sync")
+    before = stats(guest)["index_evicted"]
+    for part in range(PARTS_MAX):
+        guest.sh(
+            f"dd if={WHERE}/large of=/dev/null bs={PART_MIB}M skip={part} count=1 2>/dev/null;"
+            " echo 1 >/proc/sys/vm/drop_caches",
+            60,
+        )
+        settle(guest)
+        if stats(guest)["index_evicted"] > before:
+            break
+    else:
+        pytest.fail("the file does not fill the index")
+
+    evicted = last = 0
+
+    def ended() -> bool:
+        nonlocal evicted, last
+        last, evicted = evicted, stats(guest)["index_evicted"] - before
+        return evicted == last > 0
+
+    until(ended, 30, "the evictor has ended")
+    pages = stats(guest)["index_pages"]
+    assert pages > evicted, f"the evictor erased {evicted} pages and left {pages}"
 
 
 def test_former_pools_are_limited_while_the_host_does_not_answer(
