@@ -43,7 +43,7 @@
 /* Queue 0 is the control queue, 1 .. num_request_queues are request queues. */
 #define VIRTIO_TMEM_CONTROL_QUEUE		0
 
-/* Request types: four for a request queue, and four for the control queue. */
+/* Request types: four for a request queue, and five for the control queue. */
 #define VIRTIO_TMEM_T_PUT			1
 #define VIRTIO_TMEM_T_GET			2
 #define VIRTIO_TMEM_T_FLUSH			3
@@ -52,6 +52,7 @@
 #define VIRTIO_TMEM_T_POOL_DESTROY		17
 #define VIRTIO_TMEM_T_REPORT			18
 #define VIRTIO_TMEM_T_LATENCIES			19
+#define VIRTIO_TMEM_T_GENERATION		20
 
 /*
  * Status of a request. Zero is not a status, so a zeroed buffer is not an
@@ -88,7 +89,7 @@
 
 /* Device configuration. */
 struct virtio_tmem_config {
-	__le64 generation;		/* 0: no back end; the driver sends nothing */
+	__le64 generation;		/* 0: no back end, or not known */
 	__le32 page_size;		/* VIRTIO_TMEM_PAGE_SIZE */
 	__le16 num_request_queues;	/* 1 .. VIRTIO_TMEM_REQUEST_QUEUES_MAX */
 	__le16 batch_max;		/* 1 .. VIRTIO_TMEM_BATCH_MAX */
@@ -98,7 +99,7 @@ struct virtio_tmem_config {
 
 /* Header of every request, readable by the device. */
 struct virtio_tmem_req {
-	__le64 generation;
+	__le64 generation;		/* ignored in a GENERATION */
 	__le16 type;			/* VIRTIO_TMEM_T_... */
 	__le16 count;			/* pages or ranges; 0 for control requests */
 	__le32 pool;			/* id that the driver chose; 0: no pool */
@@ -216,6 +217,15 @@ struct virtio_tmem_report {
 struct virtio_tmem_latencies {
 	__le64 get_ns;			/* sum of the readers' waits in ns */
 	__le64 get[16];			/* GET requests, by waiting time */
+};
+
+/*
+ * A GENERATION is only req, and the answer is resp and generation. The device
+ * answers it whatever generation the request carries. The driver learns from it
+ * that a back end is there, and which generation requests have to carry.
+ */
+struct virtio_tmem_generation {
+	__le64 generation;		/* current generation, never 0 with S_OK */
 };
 
 #endif /* VIRTIO_TMEM_H */

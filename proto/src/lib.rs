@@ -126,6 +126,8 @@ constants! {
     "VIRTIO_TMEM_T_REPORT" T_REPORT: u16 = 18;
     /// Request type (control queue): report how long readers in the guest waited.
     "VIRTIO_TMEM_T_LATENCIES" T_LATENCIES: u16 = 19;
+    /// Request type (control queue): return the device's current generation.
+    "VIRTIO_TMEM_T_GENERATION" T_GENERATION: u16 = 20;
 
     /// Status: the request was executed. Each page has its own result.
     "VIRTIO_TMEM_S_OK" S_OK: u8 = 1;
@@ -190,8 +192,8 @@ constants! {
 structs! {
     /// Device configuration, read-only for the driver.
     "virtio_tmem_config" Config {
-        /// Generation that each request carries. 0 means that there is no back end; the driver then
-        /// sends no request.
+        /// Generation that each request carries. 0 means that there is no back end, or that the front
+        /// end does not know the generation; the driver then sends only [`T_GENERATION`] requests.
         generation: U64,
         /// Page size in bytes, [`PAGE_SIZE`].
         page_size: U32,
@@ -207,7 +209,8 @@ structs! {
 
     /// Header of every request, readable by the device.
     "virtio_tmem_req" Req {
-        /// Generation that the driver has read from the device configuration.
+        /// Generation that the device has told the driver. The device ignores it in a
+        /// [`T_GENERATION`] request.
         generation: U64,
         /// Type of the request: one of the `T_...` constants.
         r#type: U16,
@@ -338,5 +341,12 @@ structs! {
         /// Numbers of GET requests by the time that their readers waited: less than 1 µs, less than
         /// 2, 4, … 16,384 µs, and longer.
         get: [U64; 16],
+    }
+
+    /// Answer to a GENERATION, after [`Resp`]. The request is only [`Req`]. The device answers it
+    /// whatever generation the request carries.
+    "virtio_tmem_generation" Generation {
+        /// Current generation of the device; never 0 with [`S_OK`].
+        generation: U64,
     }
 }

@@ -51,6 +51,7 @@ pub const fn shape(request_type: u16, count: u16) -> Option<Shape> {
         T_POOL_DESTROY => (0, 0),
         T_REPORT => (size_of::<Report>(), 0),
         T_LATENCIES => (size_of::<Latencies>(), 0),
+        T_GENERATION => (0, size_of::<Generation>()),
         _ => return None,
     };
     Some(Shape {
@@ -74,6 +75,7 @@ mod tests {
         assert_eq!(bytes(T_POOL_DESTROY, 0), Some((24, 8)));
         assert_eq!(bytes(T_REPORT, 0), Some((24 + 152, 8)));
         assert_eq!(bytes(T_LATENCIES, 0), Some((24 + 136, 8)));
+        assert_eq!(bytes(T_GENERATION, 0), Some((24, 8 + 8)));
     }
 
     #[test]
@@ -83,11 +85,11 @@ mod tests {
             assert!(shape(t, BATCH_MAX as u16).is_some());
             assert_eq!(shape(t, BATCH_MAX as u16 + 1), None);
         }
-        for t in [T_POOL_CREATE, T_POOL_DESTROY, T_REPORT, T_LATENCIES] {
+        for t in T_POOL_CREATE..=T_GENERATION {
             assert_eq!(shape(t, 1), None);
         }
         assert_eq!(shape(0, 0), None);
-        assert_eq!(shape(20, 0), None);
+        assert_eq!(shape(21, 0), None);
     }
 
     #[test]

@@ -9,7 +9,8 @@ use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 
 use tmem_sim::requests::{
-    GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, REPORT_BYTES, REQ_BYTES, RESP_BYTES,
+    GENERATION_BYTES, GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, REPORT_BYTES,
+    REQ_BYTES, RESP_BYTES,
 };
 use virtio_tmem as wire;
 
@@ -133,6 +134,7 @@ enum Asked {
     Flush(Vec<(u64, u64, u64)>),
     Create,
     Destroy,
+    Generation,
     Told,
 }
 
@@ -196,6 +198,7 @@ pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
         wire::T_POOL_DESTROY => (n == 0, 0, 0),
         wire::T_REPORT => (n == 0, REPORT_BYTES, 0),
         wire::T_LATENCIES => (n == 0, LATENCIES_BYTES, 0),
+        wire::T_GENERATION => (n == 0, 0, GENERATION_BYTES),
         _ => return None,
     };
     good.then_some((REQ_BYTES + readable, RESP_BYTES + writable))
@@ -216,8 +219,11 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
     let Some((readable, writable)) = sizes(kind, count) else {
         return ODD;
     };
-    let report = matches!(kind, wire::T_REPORT | wire::T_LATENCIES);
-    let for_control = report || matches!(kind, wire::T_POOL_CREATE | wire::T_POOL_DESTROY);
+    let no_pool = matches!(
+        kind,
+        wire::T_REPORT | wire::T_LATENCIES | wire::T_GENERATION
+    );
+    let for_control = no_pool || matches!(kind, wire::T_POOL_CREATE | wire::T_POOL_DESTROY);
     let shaped = bytes.len() == readable && room == writable as u64 && control == for_control;
     let allowed = match kind {
         wire::T_GET if retain => u64::MAX >> (64 - u32::from(count)),
@@ -225,7 +231,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
         _ => 0,
     };
     let bits = u64_at(bytes, 16);
-    if !shaped || bits & !allowed != 0 || (pool == 0 && !report) {
+    if !shaped || bits & !allowed != 0 || (pool == 0 && !no_pool) {
         return ODD;
     }
     let (body, n) = (&bytes[REQ_BYTES..], usize::from(count));
@@ -273,6 +279,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
         wire::T_POOL_CREATE if u64_at(body, 0) != 0 => return ODD,
         wire::T_POOL_CREATE => Asked::Create,
         wire::T_POOL_DESTROY => Asked::Destroy,
+        wire::T_GENERATION => Asked::Generation,
         wire::T_REPORT if u32_at(body, 4) > wire::R_POISONED => return ODD,
         _ => Asked::Told,
     };
@@ -321,6 +328,7 @@ impl Model {
     fn status(&self, carry: &Carry) -> u8 {
         let live = self.pools.contains(&carry.pool);
         match carry.asked {
+            Asked::Generation => wire::S_OK,
             _ if carry.generation != self.generation => wire::S_STALE,
             Asked::Create if live => wire::S_BAD,
             Asked::Create if self.pools.len() >= wire::POOLS_MAX => wire::S_LIMIT,
@@ -459,6 +467,13 @@ impl Model {
                     results.len(),
                     end,
                     "the answer to a GET has the wrong length"
+                );
+            }
+            Asked::Generation => {
+                assert_eq!(
+                    results,
+                    self.generation.to_le_bytes(),
+                    "the answer to a GENERATION has another generation than the current one"
                 );
             }
             asked => {

@@ -201,6 +201,7 @@ impl Player {
                 }],
             },
             12 => Request::PoolDestroy { pool },
+            13 if seed & 2 != 0 => Request::Generation,
             13 => Request::Report(Box::new([seed & 1; 152])),
             _ => Request::PoolCreate { pool, flags: 0 },
         };

@@ -380,9 +380,10 @@ impl Driver {
                 report[4..8].copy_from_slice(&state.to_le_bytes());
                 let mut latencies = Box::new([0; LATENCIES_BYTES]);
                 self.rng.fill(&mut *latencies);
-                let request = match self.rng.bool() {
-                    true => Request::Report(report),
-                    false => Request::Latencies(latencies),
+                let request = match self.rng.u8(..3) {
+                    0 => Request::Report(report),
+                    1 => Request::Latencies(latencies),
+                    _ => Request::Generation,
                 };
                 self.send(wire::CONTROL_QUEUE, request, vec![])
             }

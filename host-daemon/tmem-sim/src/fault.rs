@@ -156,6 +156,10 @@ fn latencies(_: Target) -> Request {
     Request::Latencies(Box::new([0; LATENCIES_BYTES]))
 }
 
+fn generation(_: Target) -> Request {
+    Request::Generation
+}
+
 type Make = fn(Target) -> Request;
 
 fn queue_for(request: &Request, t: Target) -> usize {

@@ -197,6 +197,9 @@ impl Model {
                 answer.used_bytes
             )));
         }
+        if done.request == Request::Generation {
+            return self.judge_generation(answer);
+        }
         if done.generation != self.generation {
             if answer.status != wire::S_STALE {
                 return Err(self.wrong(format!(
@@ -234,7 +237,7 @@ impl Model {
                 self.pools.remove(pool);
                 self.held.retain(|key, _| key.pool != *pool);
             }
-            Request::Report(_) | Request::Latencies(_) => {}
+            Request::Report(_) | Request::Latencies(_) | Request::Generation => {}
             Request::Put { .. } => self.judge_put(asked, &done.request, answer)?,
             Request::Get { .. } => self.judge_get(asked, &done.request, answer)?,
             Request::Ref { pool, pages } => self.judge_ref(asked, *pool, pages, answer)?,
@@ -340,6 +343,18 @@ impl Model {
             }
         }
         Ok(())
+    }
+
+    /// Judges the answer to a GENERATION, which the device gives whatever generation the request
+    /// carries.
+    fn judge_generation(&self, answer: &Answer) -> Result<(), Violation> {
+        if (answer.status, answer.generation) == (wire::S_OK, self.generation) {
+            return Ok(());
+        }
+        Err(self.wrong(format!(
+            "the answer to a GENERATION has status {} and generation {:#x} in generation {:#x}",
+            answer.status, answer.generation, self.generation
+        )))
     }
 
     /// Returns the page with this key and cookie, if the device may have had it when it executed
@@ -456,6 +471,7 @@ mod tests {
             reserved: [0; 7],
             used_bytes,
             pages,
+            generation: 0,
         };
         Done {
             token: 0,
@@ -634,6 +650,23 @@ mod tests {
         let counts = m.counts();
         assert_eq!((counts.retained, counts.refs_held), (3, 1));
         assert_eq!(counts.refs_gone, 1);
+    }
+
+    #[test]
+    fn the_oracle_rejects_each_kind_of_wrong_answer_to_a_generation_request() {
+        let mut m = model();
+        let mut answered = |generation, status| {
+            let mut done = done(Request::Generation, status, vec![]);
+            // The generation that the request carries has no meaning.
+            done.generation = 0;
+            done.answer.generation = generation;
+            let asked = m.ask(vec![]);
+            m.judge(&asked, &done, |_| 1)
+        };
+        answered(7, wire::S_OK).unwrap();
+        answered(6, wire::S_OK).expect_err("the oracle accepts an earlier generation");
+        answered(0, wire::S_OK).expect_err("the oracle accepts generation 0");
+        answered(7, wire::S_STALE).expect_err("the oracle accepts STALE");
     }
 
     /// Returns an answered flush of all pages of object 2, which contains the tests' page.

@@ -24,6 +24,8 @@ pub const REF_PAGE_BYTES: usize = 24;
 pub const REPORT_BYTES: usize = 152;
 /// Bytes of `struct virtio_tmem_latencies`.
 pub const LATENCIES_BYTES: usize = 136;
+/// Bytes of `struct virtio_tmem_generation`.
+pub const GENERATION_BYTES: usize = 8;
 /// Bytes of a page.
 pub const PAGE: usize = PAGE_BYTES as usize;
 
@@ -121,6 +123,8 @@ pub enum Request {
     /// LATENCIES: waiting times of readers in the guest, as the bytes of
     /// `struct virtio_tmem_latencies`.
     Latencies(Box<[u8; LATENCIES_BYTES]>),
+    /// GENERATION: requests the device's current generation.
+    Generation,
 }
 
 impl Request {
@@ -136,6 +140,7 @@ impl Request {
             Self::PoolDestroy { .. } => wire::T_POOL_DESTROY,
             Self::Report(_) => wire::T_REPORT,
             Self::Latencies(_) => wire::T_LATENCIES,
+            Self::Generation => wire::T_GENERATION,
         }
     }
 
@@ -148,6 +153,7 @@ impl Request {
                 | Self::PoolDestroy { .. }
                 | Self::Report(_)
                 | Self::Latencies(_)
+                | Self::Generation
         )
     }
 
@@ -174,7 +180,7 @@ impl Request {
             | Self::Ref { pool, .. }
             | Self::PoolCreate { pool, .. }
             | Self::PoolDestroy { pool } => pool,
-            Self::Report(_) | Self::Latencies(_) => 0,
+            Self::Report(_) | Self::Latencies(_) | Self::Generation => 0,
         }
     }
 
@@ -201,6 +207,7 @@ impl Request {
         let (results_bytes, answer_pages) = match self {
             Self::Put { .. } | Self::Ref { .. } => (n, 0),
             Self::Get { .. } => (n * GET_PAGE_BYTES, n),
+            Self::Generation => (GENERATION_BYTES, 0),
             _ => (0, 0),
         };
         match self {
@@ -242,7 +249,7 @@ impl Request {
                 meta.extend(flags.to_le_bytes());
                 meta.extend(0u32.to_le_bytes());
             }
-            Self::PoolDestroy { .. } => {}
+            Self::PoolDestroy { .. } | Self::Generation => {}
             Self::Report(report) => meta.extend_from_slice(&**report),
             Self::Latencies(latencies) => meta.extend_from_slice(&**latencies),
         }
@@ -374,6 +381,9 @@ pub struct Answer {
     pub used_bytes: u32,
     /// Answer for each page of a PUT, GET or REF; empty if the status is not OK.
     pub pages: Vec<PageAnswer>,
+    /// Generation in the answer to a GENERATION whose status is OK; 0 if the used length does not
+    /// cover it, and in other answers.
+    pub generation: u64,
 }
 
 /// Decodes the device's answer to a request. `meta` is the answer's metadata in guest memory, and
@@ -407,9 +417,15 @@ pub fn decode(
             .expect("the slice does not have seven bytes"),
         used_bytes,
         pages: Vec::new(),
+        generation: 0,
     };
     if status != wire::S_OK {
         return answer;
+    }
+    if *request == Request::Generation && covered(RESP_BYTES + GENERATION_BYTES) {
+        let bytes = &meta[RESP_BYTES..RESP_BYTES + GENERATION_BYTES];
+        let bytes = bytes.try_into();
+        answer.generation = u64::from_le_bytes(bytes.expect("the slice does not have 8 bytes"));
     }
     answer.pages = match request {
         Request::Put { .. } | Request::Ref { .. } => (0..n)
@@ -471,6 +487,7 @@ mod tests {
         assert_eq!(REF_PAGE_BYTES, size_of::<wire::RefPage>());
         assert_eq!(REPORT_BYTES, size_of::<wire::Report>());
         assert_eq!(LATENCIES_BYTES, size_of::<wire::Latencies>());
+        assert_eq!(GENERATION_BYTES, size_of::<wire::Generation>());
     }
 
     /// Divides a chain in all ways. The buffers of each division must have the same bytes in the

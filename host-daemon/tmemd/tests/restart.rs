@@ -225,6 +225,45 @@ fn a_stale_request_changes_nothing() {
     assert_eq!(driver.guest.call(1, get).unwrap().status, wire::S_NO_POOL);
 }
 
+/// The daemon answers a GENERATION with the current generation, whatever generation the request
+/// carries. A GENERATION that waits in the ring while no daemon runs is answered by the next daemon,
+/// with the next daemon's generation.
+#[test]
+fn generation_requests_return_the_current_generation() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let mut seen = Vec::new();
+    for round in 0..3 {
+        let now = driver.guest.generation();
+        seen.push(now);
+        let carried = seen.iter().copied().chain([0, now ^ 1, u64::MAX]);
+        for carried in carried.collect::<Vec<_>>() {
+            driver.guest.add(0, Request::Generation, carried).unwrap();
+            driver.guest.publish(0);
+            let done = driver.guest.drain(common::TIMEOUT).unwrap();
+            let answer = &done[0].answer;
+            assert_eq!((answer.status, answer.generation), (wire::S_OK, now));
+            assert_eq!(answer.used_bytes, 16);
+        }
+        if round == 0 {
+            driver.reboot().unwrap();
+            continue;
+        }
+        daemon.kill();
+        driver.lose_backend().unwrap();
+        driver.guest.add(0, Request::Generation, now).unwrap();
+        driver.guest.publish(0);
+        daemon.spawn();
+        driver.guest.connect(&daemon.socket("a")).unwrap();
+        driver.guest.start().unwrap();
+        let done = driver.guest.drain(common::TIMEOUT).unwrap();
+        let next = driver.guest.generation();
+        assert_ne!(next, now);
+        let answer = &done[0].answer;
+        assert_eq!((answer.status, answer.generation), (wire::S_OK, next));
+    }
+}
+
 /// A daemon may die after it has written an answer and before it interrupts the guest. The driver
 /// then waits for the interrupt. So the next daemon interrupts the guest as soon as it receives a
 /// call descriptor.

@@ -136,6 +136,7 @@ fn a_guest_cannot_perform_control_operations() {
         wire::T_POOL_DESTROY,
         wire::T_REPORT,
         wire::T_LATENCIES,
+        wire::T_GENERATION,
     ];
     let types = (0..300).chain([0x7fff, 0x8000, 0x8001, 0xff00, u16::MAX]);
     for kind in types.filter(|kind| !known.contains(kind)) {

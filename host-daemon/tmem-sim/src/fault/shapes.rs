@@ -6,7 +6,7 @@ use super::*;
 /// Returns the faults whose descriptor chains are valid but have parts of wrong sizes.
 pub(super) fn all() -> Vec<Fault> {
     let mut out = Vec::new();
-    let requests: [(&str, Make); 7] = [
+    let requests: [(&str, Make); 8] = [
         ("put", put),
         ("get", get),
         ("flush", flush),
@@ -14,6 +14,7 @@ pub(super) fn all() -> Vec<Fault> {
         ("destroy", destroy),
         ("report", report),
         ("latencies", latencies),
+        ("generation", generation),
     ];
     for (name, make) in requests {
         out.extend(sizes(name, make));

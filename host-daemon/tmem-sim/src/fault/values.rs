@@ -7,7 +7,7 @@ use super::*;
 /// has not accepted `VIRTIO_TMEM_F_RETAIN`.
 pub(super) fn all() -> Vec<Fault> {
     let mut out = Vec::new();
-    let requests: [(&str, Make); 7] = [
+    let requests: [(&str, Make); 8] = [
         ("put", put),
         ("get", get),
         ("flush", flush),
@@ -15,9 +15,10 @@ pub(super) fn all() -> Vec<Fault> {
         ("destroy", destroy),
         ("report", report),
         ("latencies", latencies),
+        ("generation", generation),
     ];
     for (name, make) in requests {
-        for unknown in [0u16, 4, 15, 20, u16::MAX] {
+        for unknown in [0u16, 4, 15, 21, u16::MAX] {
             out.push(bent(
                 format!("{name} with the unknown request type {unknown}"),
                 UNSUPPORTED,
@@ -33,7 +34,9 @@ pub(super) fn all() -> Vec<Fault> {
                 move |e| e.patch(RETAIN, &(1u64 << bit).to_le_bytes()),
             ));
         }
-        for generation in [0, 1, u64::MAX] {
+        // The device ignores the generation that a GENERATION carries.
+        let has_generation = name != "generation";
+        for generation in [0, 1, u64::MAX].into_iter().filter(|_| has_generation) {
             out.push(bent(
                 format!("{name} with the wrong generation {generation}"),
                 STALE,
@@ -41,7 +44,7 @@ pub(super) fn all() -> Vec<Fault> {
                 move |e| e.patch(GENERATION, &generation.to_le_bytes()),
             ));
         }
-        for flip in [0, 31, 32, 63] {
+        for flip in [0, 31, 32, 63].into_iter().filter(|_| has_generation) {
             out.push(bent(
                 format!("{name} with bit {flip} of the generation flipped"),
                 STALE,
@@ -65,7 +68,7 @@ pub(super) fn all() -> Vec<Fault> {
                 move |e| e.patch(COUNT, &wrong.to_le_bytes()),
             ));
         }
-        let has_pool = !matches!(name, "report" | "latencies");
+        let has_pool = !matches!(name, "report" | "latencies" | "generation");
         if has_pool {
             out.push(bent(
                 format!("{name} of pool 0"),

@@ -31,7 +31,7 @@ use tmem_pool::{
     PUT_NS_MAX, Page, PageSource, Put, PutResult, REF_NS_MAX, Ref, SecretPages, Spent,
 };
 use virtio_tmem as wire;
-use virtio_tmem::{GetPage, PutPage, RefPage, Resp, U64};
+use virtio_tmem::{Generation, GetPage, PutPage, RefPage, Resp, U64};
 use zerocopy::IntoBytes;
 
 /// Maximum number of pages of a PUT that are stored between two reads of the clock. Storing them
@@ -146,6 +146,22 @@ impl GuestBuffers<'_> {
         Ok(RESP_BYTES as u32)
     }
 
+    /// Answers a GENERATION with the device's current generation. Returns the number of bytes
+    /// written.
+    ///
+    /// # Errors
+    /// The front end hung up, or guest memory cannot be accessed.
+    fn answer_generation(&self, generation: u64) -> Result<u32, AccessError> {
+        let body = Generation {
+            generation: generation.into(),
+        };
+        let mut answer = [0; RESP_BYTES + size_of::<Generation>()];
+        answer[..RESP_BYTES].copy_from_slice(resp(wire::S_OK).as_bytes());
+        answer[RESP_BYTES..].copy_from_slice(body.as_bytes());
+        self.write(0, &answer)?;
+        Ok(answer.len() as u32)
+    }
+
     /// Writes bytes at an offset of the answer in guest memory.
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
         let fits = self
@@ -186,7 +202,9 @@ pub fn execute<'vm>(
     remainder: Remainder<'vm, '_>,
 ) -> Result<Option<u32>, AccessError> {
     let (vm, pool) = (context.vm, request.header.pool);
-    let stale = request.header.generation != context.generation;
+    // The device answers a GENERATION whatever generation it carries.
+    let asks = matches!(request.body, Body::Generation);
+    let stale = !asks && request.header.generation != context.generation;
     if stale {
         vm.counters.requests_stale.fetch_add(1, Ordering::Relaxed);
     }
@@ -220,6 +238,7 @@ pub fn execute<'vm>(
             return get(context, stale, &batch, guest, buffers, remainder);
         }
         Body::Ref { pages } => return refer(context, stale, (pool, pages), guest, progress),
+        Body::Generation => return guest.answer_generation(context.generation).map(Some),
         _ if stale => Some(wire::S_STALE),
         Body::Flush { ranges } => flush(context, pool, ranges, progress),
         Body::PoolCreate => Some(match vm.tenant.create_pool(pool) {

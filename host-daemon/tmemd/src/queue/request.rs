@@ -27,8 +27,8 @@ pub struct Header {
     /// Generation number that the request carries. It can differ from the number of the device's
     /// current generation.
     pub generation: u64,
-    /// Pool number. It is in range, but the VM need not have a pool with this number. It is 0 in a
-    /// REPORT or LATENCIES request, which names no pool.
+    /// Pool number. It is in range, but the VM need not have a pool with this number. It has no
+    /// meaning in a REPORT, LATENCIES or GENERATION request, which names no pool.
     pub pool: u32,
 }
 
@@ -72,6 +72,8 @@ pub enum Body<'a> {
     Report(&'a Report),
     /// LATENCIES: reports the latencies that readers in the guest observed.
     Latencies(&'a Latencies),
+    /// GENERATION: returns the device's current generation.
+    Generation,
 }
 
 /// A well-formed request that is not executed yet.
@@ -117,7 +119,7 @@ const _: () = {
     assert!(fits_head(wire::T_GET, wire::BATCH_MAX) && fits_head(wire::T_FLUSH, wire::BATCH_MAX));
     assert!(fits_head(wire::T_REF, wire::BATCH_MAX) && fits_head(wire::T_POOL_CREATE, 0));
     assert!(fits_head(wire::T_POOL_DESTROY, 0) && fits_head(wire::T_REPORT, 0));
-    assert!(fits_head(wire::T_LATENCIES, 0));
+    assert!(fits_head(wire::T_LATENCIES, 0) && fits_head(wire::T_GENERATION, 0));
 };
 
 /// Returns the number of bytes that [`parse`] needs from the beginning of a chain's readable part,
@@ -151,9 +153,11 @@ pub fn parse(
     let queue_of_type = match request_type {
         wire::T_PUT | wire::T_GET | wire::T_FLUSH => QueueKind::Request,
         wire::T_REF if retain => QueueKind::Request,
-        wire::T_POOL_CREATE | wire::T_POOL_DESTROY | wire::T_REPORT | wire::T_LATENCIES => {
-            QueueKind::Control
-        }
+        wire::T_POOL_CREATE
+        | wire::T_POOL_DESTROY
+        | wire::T_REPORT
+        | wire::T_LATENCIES
+        | wire::T_GENERATION => QueueKind::Control,
         _ => return Err(UNSUPPORTED),
     };
     let shape = wire::shape(request_type, count).ok_or(BAD)?;
@@ -168,7 +172,7 @@ pub fn parse(
         generation: req.generation.get(),
         pool: req.pool.get(),
     };
-    if header.pool == 0 && !matches!(request_type, wire::T_REPORT | wire::T_LATENCIES) {
+    if header.pool == 0 && !names_no_pool(request_type) {
         return Err(BAD);
     }
     let count = usize::from(count);
@@ -180,6 +184,7 @@ pub fn parse(
         wire::T_POOL_CREATE => pool_create(rest)?,
         wire::T_POOL_DESTROY => Body::PoolDestroy,
         wire::T_REPORT => report(rest)?,
+        wire::T_GENERATION => Body::Generation,
         _ => Body::Latencies(Latencies::ref_from_bytes(rest).map_err(|_| BAD)?),
     };
     Ok(Request { header, body })
@@ -194,6 +199,14 @@ pub fn cost_pages(body: &Body<'_>) -> u32 {
         Body::Ref { pages } => pages.len() as u32,
         _ => 1,
     }
+}
+
+/// Returns true if the device ignores the pool number in requests of this type.
+fn names_no_pool(request_type: u16) -> bool {
+    matches!(
+        request_type,
+        wire::T_REPORT | wire::T_LATENCIES | wire::T_GENERATION
+    )
 }
 
 /// Returns true if the object number is not 0 and all `nr_pages` page indexes from `index` on are
@@ -365,6 +378,7 @@ mod tests {
                 0,
                 vec![0; size_of::<Latencies>()],
             ),
+            (Control, wire::T_GENERATION, 0, vec![]),
         ];
         all.into_iter()
             .map(|(queue, t, n, rest)| (queue, t, n, bytes(&[req(t, n).as_bytes(), &rest])))
@@ -412,6 +426,7 @@ mod tests {
                 (wire::T_POOL_DESTROY, Body::PoolDestroy) => {}
                 (wire::T_REPORT, Body::Report(_)) => {}
                 (wire::T_LATENCIES, Body::Latencies(_)) => {}
+                (wire::T_GENERATION, Body::Generation) => {}
                 (_, body) => panic!("a request of type {t} was parsed as another type: {body:?}"),
             }
         }
@@ -509,12 +524,12 @@ mod tests {
                 );
                 readable[byte] = 0;
             }
-            // The pool number of a request must not be 0. REPORT and LATENCIES requests are
-            // exceptions, because they name no pool.
+            // The pool number of a request must not be 0. REPORT, LATENCIES and GENERATION requests
+            // are exceptions, because they name no pool.
             readable[12..16].fill(0);
             assert_eq!(
                 parse(queue, &readable, room).is_ok(),
-                matches!(t, wire::T_REPORT | wire::T_LATENCIES),
+                matches!(t, wire::T_REPORT | wire::T_LATENCIES | wire::T_GENERATION),
                 "type {t}: pool 0 must be accepted exactly for request types that name no pool"
             );
             readable[12] = 3;

@@ -140,6 +140,8 @@ fn statuses_follow_the_precedence_in_the_specification() {
             wire::S_BAD,
         ),
         (flush(0, dead_pool), wire::S_BAD),
+        // A GENERATION on a request queue.
+        (req(wire::T_GENERATION, 0).as_bytes().to_vec(), wire::S_BAD),
         // A FLUSH of a pool that does not exist, which also has an old generation number.
         (flush(1, dead_pool), wire::S_STALE),
     ];
