@@ -29,6 +29,7 @@ extern unsigned int tmem_inject_retained_changed;
 extern unsigned int tmem_inject_mark_late;
 extern unsigned int tmem_inject_policy_late;
 extern unsigned int tmem_inject_erased_late;
+extern unsigned int tmem_inject_config_deaf;
 bool tmem_inject(atomic_t *calls, unsigned int every);
 
 /*

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Control queue: sends requests of sync.c and pool.c one at a time, and waits for each answer in
- * process context. Readers and reclaim never wait for anything in this file.
+ * process context. Readers and reclaim never wait for anything in this file. generation.c sends the
+ * GENERATION requests, whose answers no task waits for.
  */
 #include <linux/slab.h>
 
@@ -22,23 +23,25 @@
 void tmem_control_vq_callback(struct virtqueue *vq)
 {
 	struct tmem_dev *dev = vq->vdev->priv;
-	struct tmem_control *control;
+	struct tmem_req *req;
 	unsigned long flags;
 	unsigned int len;
 
 	spin_lock_irqsave(&dev->control_vq_lock, flags);
 	do {
 		virtqueue_disable_cb(vq);
-		while ((control = virtqueue_get_buf(vq, &len))) {
-			tmem_req_used(&dev->control_in_flight, &control->req, len);
-			if (control->req.state == TMEM_REQ_ABANDONED)
-				control->req.state = TMEM_REQ_FREE;
+		while ((req = virtqueue_get_buf(vq, &len))) {
+			tmem_req_used(&dev->control_in_flight, req, len);
+			if (req->kind == TMEM_REQ_GENERATION)
+				tmem_generation_answered(dev, req);
+			else if (req->state == TMEM_REQ_ABANDONED)
+				req->state = TMEM_REQ_FREE;
 			else
 				/*
 				 * Complete the answer before setting the state to DONE; pairs with
 				 * control_done().
 				 */
-				smp_store_release(&control->req.state, TMEM_REQ_DONE);
+				smp_store_release(&req->state, TMEM_REQ_DONE);
 		}
 	} while (!virtqueue_enable_cb(vq));
 	spin_unlock_irqrestore(&dev->control_vq_lock, flags);
@@ -79,7 +82,8 @@ static bool control_done(struct tmem_control *control)
  *
  * Context: process, sleeps up to a second.
  *
- * Return: status of the answer, or VIRTIO_TMEM_S_UNANSWERED if none comes.
+ * Return: status of the answer, 0 if the answer has none, or VIRTIO_TMEM_S_UNANSWERED if no answer
+ * comes. In the last case and after STALE, the driver asks for the device's generation.
  */
 u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 generation, u16 type,
 		     u32 pool, size_t body_bytes)
@@ -108,14 +112,17 @@ u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 gen
 	if (notify)
 		virtqueue_notify(dev->control_vq);
 	if (err)
-		return status;
+		goto unanswered;
 
 	wait_event_timeout(dev->control_wait, control_done(control),
 			   msecs_to_jiffies(CONTROL_TIMEOUT_MS));
 	spin_lock_irq(&dev->control_vq_lock);
 	if (control->req.state == TMEM_REQ_DONE) {
+		status = 0;
 		if (control->req.used_bytes >= sizeof(control->resp))
 			status = READ_ONCE(control->resp.status);
+		if (status == VIRTIO_TMEM_S_UNANSWERED)
+			status = 0;
 		control->req.state = TMEM_REQ_FREE;
 	} else {
 		control->req.state = TMEM_REQ_ABANDONED;
@@ -123,6 +130,9 @@ u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 gen
 	spin_unlock_irq(&dev->control_vq_lock);
 	if (status == VIRTIO_TMEM_S_STALE)
 		tmem_count(TMEM_STAT_stale);
+unanswered:
+	if (status == VIRTIO_TMEM_S_STALE || status == VIRTIO_TMEM_S_UNANSWERED)
+		tmem_dev_ask(dev);
 	return status;
 }
 
@@ -136,8 +146,8 @@ u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 gen
  * Context: process, sleeps up to a second.
  *
  * Return: 0; -ESTALE if the device has another generation now; -ENOSPC if a limit of the host is
- * reached; -ENOENT if there is no such pool; -EBUSY if earlier requests are not answered yet; -EIO
- * if no answer comes, or the answer has any other status.
+ * reached; -ENOENT if there is no such pool; -EBUSY if earlier requests are not answered yet;
+ * -ETIMEDOUT if no answer comes; -EIO if the answer has any other status.
  */
 int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 {
@@ -164,6 +174,8 @@ int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 		return -ENOSPC;
 	case VIRTIO_TMEM_S_NO_POOL:
 		return -ENOENT;
+	case VIRTIO_TMEM_S_UNANSWERED:
+		return -ETIMEDOUT;
 	default:
 		return -EIO;
 	}
@@ -191,7 +203,7 @@ int tmem_control_init(struct tmem_dev *dev)
 		dev->control[i]->req.kind = TMEM_REQ_CONTROL;
 	}
 	dev->memory_bytes += TMEM_CONTROL_REQUESTS * sizeof(*dev->control[0]);
-	return 0;
+	return tmem_generation_init(dev);
 }
 
 /**
@@ -202,6 +214,7 @@ void tmem_control_exit(struct tmem_dev *dev)
 {
 	unsigned int i;
 
+	tmem_generation_exit(dev);
 	for (i = 0; i < TMEM_CONTROL_REQUESTS; i++)
 		kfree(dev->control[i]);
 }

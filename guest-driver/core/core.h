@@ -31,6 +31,7 @@
 
 #include <linux/completion.h>
 #include <linux/irq_work.h>
+#include <linux/jiffies.h>
 #include <linux/mutex.h>
 #include <linux/percpu-refcount.h>
 #include <linux/scatterlist.h>
@@ -151,6 +152,7 @@
 #define TMEM_INDEX_MAX		((1ULL << VIRTIO_TMEM_INDEX_BITS) - 1)
 
 struct tmem_admit;
+struct tmem_ask;
 struct tmem_dev;
 struct tmem_flush_batch;
 struct tmem_flush_range;
@@ -161,7 +163,8 @@ struct tmem_ref_batch;
 struct tmem_slot;
 
 enum tmem_req_kind {
-	TMEM_REQ_PUT, TMEM_REQ_FLUSH, TMEM_REQ_REF, TMEM_REQ_GET, TMEM_REQ_CONTROL
+	TMEM_REQ_PUT, TMEM_REQ_FLUSH, TMEM_REQ_REF, TMEM_REQ_GET, TMEM_REQ_CONTROL,
+	TMEM_REQ_GENERATION
 };
 
 /*
@@ -383,15 +386,34 @@ struct tmem_dev {
 	struct mutex control_lock ____cacheline_aligned_in_smp;
 	/* last error of tmem_pools_create(); used by the sync work only */
 	int pools_error;
-	/* Guards control_vq, the states of its requests and control_in_flight. */
+	/* Guards control_vq, the states of its requests, control_in_flight and the next group. */
 	spinlock_t control_vq_lock;
 	struct virtqueue *control_vq;
 	struct tmem_in_flight control_in_flight;
 	struct tmem_control *control[TMEM_CONTROL_REQUESTS];
 	wait_queue_head_t control_wait;
-	struct workqueue_struct *wq;	/* ordered: sync and report works never run together */
+
+	/* GENERATION requests. control_vq_lock guards all fields but nr_asks and ask_wanted. */
+	struct tmem_ask *ask;
+	unsigned int nr_asks;
+	unsigned int asks_unanswered;	/* sent since the last answer */
+	unsigned long asked_at;		/* time of the last request, in jiffies */
+	/* time of the last answer, in jiffies; also read without the lock */
+	unsigned long answered_at;
+	u64 answer;			/* generation of an answer that the sync work takes, or 0 */
+	bool silent;			/* no answer came in time; also read without the lock */
+	bool ask_wanted;		/* something shows that the generation may be over */
+
+	struct workqueue_struct *wq;	/* ordered: the three works never run together */
 	struct work_struct sync_work;
 	struct delayed_work report_work;
+	struct delayed_work ask_work;
+	/* The configuration changed since it was read. */
+	bool config_changed;
+	/* Generation that the device gave last, or 0; written at set-up and by the sync work. */
+	u64 told;
+	/* The device needed a reset when the configuration was read; written like told. */
+	bool needs_reset;
 	u64 pools_generation;		/* generation in which the device may have pools, or 0 */
 	u64 latencies_refused;		/* generation in which the backend refused LATENCIES */
 	const char *reset_reason;	/* why the device should be reset, or NULL; set once */
@@ -403,6 +425,14 @@ struct tmem_dev {
 	unsigned long stuck_next;
 	bool stopping;
 };
+
+/* Time in seconds for which an answer to a GENERATION request shows that a back end is there. */
+#define TMEM_ANSWER_S		2
+
+static inline bool tmem_answered_lately(struct tmem_dev *dev)
+{
+	return time_before(jiffies, READ_ONCE(dev->answered_at) + TMEM_ANSWER_S * HZ);
+}
 
 /*
  * tmem_device points to the device while it may be used. Its readers hold rcu_read_lock() or a
@@ -417,6 +447,7 @@ int tmem_dev_users_init(struct tmem_dev *dev);
 void tmem_dev_users_wait(struct tmem_dev *dev);
 void tmem_dev_resync(struct tmem_dev *dev, bool renew);
 void tmem_dev_resync_any(bool renew);
+void tmem_dev_ask(struct tmem_dev *dev);
 void tmem_dev_report(struct tmem_dev *dev);
 void tmem_dev_report_any(void);
 
@@ -565,6 +596,7 @@ void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get);
 void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get);
 
 /* implemented in get.c */
+void tmem_breaker_trip(struct tmem_dev *dev);
 void tmem_breaker_probe(struct tmem_dev *dev);
 void tmem_breaker_reset(struct tmem_dev *dev);
 
@@ -576,6 +608,15 @@ int tmem_control_init(struct tmem_dev *dev);
 void tmem_control_exit(struct tmem_dev *dev);
 void tmem_control_vq_callback(struct virtqueue *vq);
 int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool);
+
+/* implemented in generation.c */
+int tmem_generation_init(struct tmem_dev *dev);
+void tmem_generation_exit(struct tmem_dev *dev);
+void tmem_generation_start(struct tmem_dev *dev);
+unsigned long tmem_generation_ask(struct tmem_dev *dev);
+void tmem_generation_answered(struct tmem_dev *dev, struct tmem_req *req);
+bool tmem_generation_take(struct tmem_dev *dev, u64 *generation);
+void tmem_generation_forget(struct tmem_dev *dev);
 
 /* implemented in sync.c */
 int tmem_sync_init(struct tmem_dev *dev);

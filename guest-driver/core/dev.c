@@ -70,7 +70,7 @@ void tmem_dev_users_wait(struct tmem_dev *dev)
 }
 
 /**
- * tmem_dev_resync() - queue work that reads the generation and brings the device's pools up to date
+ * tmem_dev_resync() - queue work that brings generation and pools up to date
  * @dev: the device
  * @renew: erase all entries of the index even if the generation has not changed
  *
@@ -99,6 +99,19 @@ void tmem_dev_resync_any(bool renew)
 	if (dev)
 		tmem_dev_resync(dev, renew);
 	rcu_read_unlock();
+}
+
+/**
+ * tmem_dev_ask() - queue work that asks the device for its generation
+ * @dev: the device, which has answered with STALE or not at all
+ *
+ * Context: any but NMI.
+ */
+void tmem_dev_ask(struct tmem_dev *dev)
+{
+	WRITE_ONCE(dev->ask_wanted, true);
+	if (!READ_ONCE(dev->stopping))
+		mod_delayed_work(dev->wq, &dev->ask_work, 0);
 }
 
 /**

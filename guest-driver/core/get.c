@@ -17,6 +17,8 @@
  * - LATE_ROW_MAX calls in a row were late.
  * - Abandoned requests have more than half of the bounce pages at the host. A single call for a
  *   large window can cause this.
+ * - The device does not answer a request on the control queue, and then no GENERATION request.
+ *   Without this, the state would stay "on" while no page is read and the back end is gone.
  * - The waits of slow calls have filled a bucket. A call is slow if it waits longer than a quarter
  *   of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
  *   WAIT_PERIOD deadlines, but not during a slow call. Only the time until the answer counts, and
@@ -333,7 +335,30 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 hos
 	 */
 	if (READ_ONCE(dev->tripped))
 		breaker_log(true);
+	/* Ask first: the report waits for an answer, and the works run one after the other. */
+	tmem_dev_ask(dev);
 	tmem_dev_report(dev);
+}
+
+/**
+ * tmem_breaker_trip() - open the breaker, because the device does not answer GENERATION requests
+ * @dev: the device
+ *
+ * Context: process; the ask work.
+ */
+void tmem_breaker_trip(struct tmem_dev *dev)
+{
+	bool opens;
+
+	spin_lock_irq(&dev->get_lock);
+	opens = !dev->tripped;
+	if (opens)
+		breaker_set(dev, true);
+	spin_unlock_irq(&dev->get_lock);
+	if (!opens)
+		return;
+	tmem_count(TMEM_STAT_trips);
+	breaker_log(true);
 }
 
 /**
@@ -548,7 +573,7 @@ static void finish_burst(struct get_call *call)
 			status = READ_ONCE(get->in.resp.status);
 		if (status == VIRTIO_TMEM_S_STALE) {
 			tmem_count(TMEM_STAT_stale);
-			tmem_dev_resync(call->dev, false);
+			tmem_dev_ask(call->dev);
 		}
 		retained = 0;
 		for (nr = 0; nr < get->count; nr++)

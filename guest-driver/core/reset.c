@@ -4,6 +4,9 @@
  * again. The reset takes all buffers back from the device, answered or not. The new set-up reads
  * the size of the guest's RAM and the features of the device again. The cache starts empty.
  *
+ * The set-up reads the configuration, which some front ends forward to the back end. The reset
+ * therefore waits until the device has answered a GENERATION request, unless it has no generation.
+ *
  * A work item makes the reset through the driver core, because the removal of the device waits for
  * all other work of the driver. The order of locks is that of an unbind: the lock of struct device,
  * then setup_lock of transport.c. The work item is on a freezable workqueue, so it never runs while
@@ -24,8 +27,8 @@
 /*
  * The driver resets the device if this many checks in a row, with STUCK_PERIOD_MS between them,
  * find requests of an earlier generation that are not answered. At each of these checks, the device
- * must have just answered a request of the current generation, or the driver has no control request
- * left to send.
+ * must have just answered a report or a GENERATION request. The driver asks for the generation if
+ * it has no control request left for a report.
  *
  * A back end answers requests of an earlier generation with STALE as soon as it is connected. If a
  * front end skips them, their bounce pages and descriptors are lost until a reset. A device that
@@ -58,8 +61,9 @@ static bool resets_off;
 /*
  * Returns the virtio device, with a reference to its struct device, and the reason for its reset,
  * or NULL if it need not be reset. A device that was set up after the request need not be reset.
+ * Sets @wait to whether the driver has asked the device, and has to wait for the answer.
  */
-static struct virtio_device *reset_wanted(const char **reason)
+static struct virtio_device *reset_wanted(const char **reason, bool *wait)
 {
 	struct virtio_device *vdev = NULL;
 	struct tmem_dev *dev;
@@ -67,7 +71,10 @@ static struct virtio_device *reset_wanted(const char **reason)
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
 	*reason = dev ? READ_ONCE(dev->reset_reason) : NULL;
-	if (*reason) {
+	*wait = *reason && READ_ONCE(dev->generation) && !tmem_answered_lately(dev);
+	if (*wait)
+		tmem_dev_ask(dev);
+	if (*reason && !*wait) {
 		vdev = dev->vdev;
 		get_device(&vdev->dev);
 	}
@@ -101,6 +108,7 @@ static void reset_work_fn(struct work_struct *work)
 	struct virtio_device *vdev;
 	unsigned long now = jiffies;
 	const char *reason;
+	bool wait;
 	int err;
 
 	if (driver && !rcu_access_pointer(tmem_device)) {
@@ -116,7 +124,9 @@ static void reset_work_fn(struct work_struct *work)
 		queue_delayed_work(system_freezable_wq, &reset_work, reset_again - now);
 		return;
 	}
-	vdev = reset_wanted(&reason);
+	vdev = reset_wanted(&reason, &wait);
+	if (wait)
+		queue_delayed_work(system_freezable_wq, &reset_work, HZ);
 	if (!vdev)
 		return;
 	dev_notice(&vdev->dev, "reset of the device: %s\n", reason);
@@ -184,18 +194,14 @@ void tmem_reset_round(struct tmem_dev *dev)
 	dev->stuck_checks = 0;
 }
 
-/*
- * Returns whether requests of an earlier generation are not answered. Sets @blocked to whether all
- * control requests are among them, so that the driver cannot create pools.
- */
-static bool stuck(struct tmem_dev *dev, bool *blocked)
+/* Returns whether requests of an earlier generation are not answered. */
+static bool stuck(struct tmem_dev *dev)
 {
 	unsigned int i;
 	bool found;
 
 	spin_lock_irq(&dev->control_vq_lock);
 	found = dev->control_in_flight.nr_old;
-	*blocked = dev->control_in_flight.nr_old == TMEM_CONTROL_REQUESTS;
 	spin_unlock_irq(&dev->control_vq_lock);
 	for (i = 0; i < dev->nr_queues && !found; i++) {
 		spin_lock_irq(&dev->queue[i].vq_lock);
@@ -208,7 +214,7 @@ static bool stuck(struct tmem_dev *dev, bool *blocked)
 /**
  * tmem_reset_check() - request a reset if requests of an earlier generation stay unanswered
  * @dev: the device
- * @works: the device has just answered a request of its current generation
+ * @works: the device has just answered a report or a GENERATION request
  *
  * Context: process; the report work.
  *
@@ -216,9 +222,7 @@ static bool stuck(struct tmem_dev *dev, bool *blocked)
  */
 bool tmem_reset_check(struct tmem_dev *dev, bool works)
 {
-	bool blocked;
-
-	if (!stuck(dev, &blocked) || !(works || blocked)) {
+	if (!works || !stuck(dev)) {
 		dev->stuck_checks = 0;
 		return false;
 	}

@@ -88,7 +88,7 @@ static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 		status = READ_ONCE(batch->in.resp.status);
 	if (status == VIRTIO_TMEM_S_STALE) {
 		tmem_count(TMEM_STAT_stale);
-		tmem_dev_resync(queue->dev, false);
+		tmem_dev_ask(queue->dev);
 	}
 	for (i = 0; i < batch->count; i++) {
 		slot = slot_of(queue, batch->first + i);
@@ -126,7 +126,7 @@ static void ref_answered(struct tmem_queue *queue, struct tmem_ref_batch *batch)
 		status = READ_ONCE(batch->in.resp.status);
 	if (status == VIRTIO_TMEM_S_STALE) {
 		tmem_count(TMEM_STAT_stale);
-		tmem_dev_resync(queue->dev, false);
+		tmem_dev_ask(queue->dev);
 	}
 	for (i = 0; i < batch->count; i++) {
 		result = VIRTIO_TMEM_S_UNANSWERED;

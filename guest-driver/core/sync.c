@@ -3,6 +3,12 @@
  * Follows the device's generation, and sends reports to the host, on one ordered workqueue in
  * process context.
  *
+ * The driver learns the generation from the configuration, which it reads at set-up and after a
+ * notification, and from the answers to GENERATION requests (generation.c). It asks while it knows
+ * no generation and while the breaker is open, after a STALE answer, and after a control request
+ * that is not answered. If the device does not answer a GENERATION request in time, the breaker
+ * opens, and the driver sends no other control request until an answer comes.
+ *
  * If the device has another generation than the one in use, the driver erases all entries of the
  * index before a request can carry the new generation. It then goes online. The time that this
  * takes does not depend on the number of pages. Readers and reclaim never wait for anything in this
@@ -14,7 +20,10 @@
 #include "control.h"
 
 #define REPORT_PERIOD_MS	10000
-/* Interval while the breaker is open, or requests of an earlier generation are unanswered. */
+/*
+ * Interval of reports while the breaker is open, or requests of an earlier generation are
+ * unanswered. The driver asks for the generation as often (ASK_PERIOD_MS).
+ */
 #define PROBE_PERIOD_MS		1000
 
 /*
@@ -25,13 +34,20 @@ static bool hibernating;
 
 /* --- generation ---------------------------------------------------------------------------- */
 
-static u64 read_generation(struct tmem_dev *dev)
+/*
+ * Reads status and generation from the device, at set-up and after a configuration change
+ * notification only. Answers that came before are older than the configuration, and are forgotten.
+ */
+static void read_config(struct tmem_dev *dev)
 {
-	u64 generation;
+	struct virtio_device *vdev = dev->vdev;
 
+	tmem_control_vq_callback(dev->control_vq);
+	tmem_generation_forget(dev);
+	dev->needs_reset = vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET;
 	/* Read the 8 bytes again if the configuration changed during the read. */
-	virtio_cread_le(dev->vdev, struct virtio_tmem_config, generation, &generation);
-	return generation;
+	virtio_cread_le(vdev, struct virtio_tmem_config, generation, &dev->told);
+	tmem_count(TMEM_STAT_config_reads);
 }
 
 /*
@@ -40,11 +56,9 @@ static u64 read_generation(struct tmem_dev *dev)
  */
 static const char *unusable(struct tmem_dev *dev)
 {
-	struct virtio_device *vdev = dev->vdev;
-
 	if (READ_ONCE(hibernating))
 		return "hibernation";
-	if (vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET) {
+	if (dev->needs_reset) {
 		tmem_dev_reset_soon("the device needs a reset");
 		return "the device needs a reset";
 	}
@@ -52,20 +66,29 @@ static const char *unusable(struct tmem_dev *dev)
 }
 
 /*
- * Brings generation and pools up to date. It runs after a configuration change or a STALE answer,
- * when a pool was added or removed, and when the cookies are used up.
+ * Brings generation and pools up to date. It runs after a configuration change or an answer with
+ * the generation, when a pool was added or removed, and when the cookies are used up.
  */
 static void sync_work_fn(struct work_struct *work)
 {
 	struct tmem_dev *dev = container_of(work, struct tmem_dev, sync_work);
 	bool renew = xchg(&dev->renew, false);
-	const char *why = unusable(dev);
-	u64 generation = why ? 0 : read_generation(dev);
+	const char *why;
+	u64 generation;
 	unsigned int i;
 	int err;
 
+	if (READ_ONCE(dev->stopping))
+		return;
+	if (xchg(&dev->config_changed, false))
+		read_config(dev);
+	else
+		tmem_generation_take(dev, &dev->told);
+	why = unusable(dev);
+	generation = why ? 0 : dev->told;
 	if (generation != dev->generation || renew) {
-		tmem_state_offline(why ?: "no backend");
+		tmem_state_offline(why ?: generation ? "the backend has not answered yet" :
+				   "no backend");
 		/*
 		 * The order is: first the epoch, so that slots of the old epoch are not sent; then
 		 * the index, whose entries become unreachable because all pools lose their ids;
@@ -102,13 +125,15 @@ static void sync_work_fn(struct work_struct *work)
 	if (!generation) {
 		/* Set the state to offline again, because the reason may have changed. */
 		tmem_state_offline(why ?: "no backend");
+		if (!why)
+			tmem_dev_ask(dev);
 		return;
 	}
+	/* A GENERATION request is not answered. Its answer runs this work again. */
+	if (READ_ONCE(dev->silent))
+		return;
 	err = tmem_pools_create(dev, generation);
-	/*
-	 * No retry is needed after ESTALE: a notification follows, or the next report reads the
-	 * generation again.
-	 */
+	/* No retry is needed after ESTALE: the driver asks for the generation. */
 	if (err == -ESTALE)
 		return;
 	if (err && err != dev->pools_error)
@@ -116,7 +141,34 @@ static void sync_work_fn(struct work_struct *work)
 			   err == -ENOSPC ? "the host's limit of pools is reached" :
 			   "the host does not answer on the control queue", err);
 	dev->pools_error = err;
+	if (err == -ETIMEDOUT || err == -EBUSY) {
+		tmem_dev_ask(dev);
+		return;
+	}
 	tmem_state_online();
+}
+
+/*
+ * Asks the device for its generation while that is needed, and opens the breaker if no answer comes
+ * in time.
+ */
+static void ask_work_fn(struct work_struct *work)
+{
+	struct tmem_dev *dev = container_of(to_delayed_work(work), struct tmem_dev, ask_work);
+	unsigned long wait;
+
+	if (READ_ONCE(dev->stopping) || unusable(dev))
+		return;
+	/* Take answers whose notification was lost with the back end that gave them. */
+	tmem_control_vq_callback(dev->control_vq);
+	if (dev->generation && !READ_ONCE(dev->tripped) && !READ_ONCE(dev->ask_wanted))
+		return;
+	wait = tmem_generation_ask(dev);
+	if (dev->generation && READ_ONCE(dev->silent))
+		tmem_breaker_trip(dev);
+	if (!READ_ONCE(dev->stopping))
+		queue_delayed_work(dev->wq, &dev->ask_work,
+				   min(wait, msecs_to_jiffies(REPORT_PERIOD_MS)));
 }
 
 /**
@@ -151,8 +203,10 @@ static bool send_report(struct tmem_dev *dev, u64 generation)
 
 	mutex_lock(&dev->control_lock);
 	control = tmem_control_free(dev);
-	if (!control)
+	if (!control) {
+		tmem_dev_ask(dev);
 		goto unlock;
+	}
 	state = tmem_state_report(&hooks);
 	report = &control->out.report;
 	*report = (struct virtio_tmem_report){
@@ -175,8 +229,6 @@ static bool send_report(struct tmem_dev *dev, u64 generation)
 	strscpy_pad(report->kernel, init_utsname()->release, sizeof(report->kernel));
 	status = tmem_control_send(dev, control, generation, VIRTIO_TMEM_T_REPORT, 0,
 				   sizeof(*report));
-	if (status == VIRTIO_TMEM_S_STALE)
-		tmem_dev_resync(dev, false);
 unlock:
 	mutex_unlock(&dev->control_lock);
 	return status == VIRTIO_TMEM_S_OK;
@@ -211,9 +263,7 @@ static void send_latencies(struct tmem_dev *dev, u64 generation)
 							      TMEM_STAT_get_waits_1us + i));
 	status = tmem_control_send(dev, control, generation, VIRTIO_TMEM_T_LATENCIES, 0,
 				   sizeof(*latencies));
-	if (status == VIRTIO_TMEM_S_STALE)
-		tmem_dev_resync(dev, false);
-	else if (status == VIRTIO_TMEM_S_UNSUPPORTED)
+	if (status == VIRTIO_TMEM_S_UNSUPPORTED)
 		dev->latencies_refused = generation;
 unlock:
 	mutex_unlock(&dev->control_lock);
@@ -223,20 +273,19 @@ static void report_work_fn(struct work_struct *work)
 {
 	struct tmem_dev *dev = container_of(to_delayed_work(work), struct tmem_dev, report_work);
 	u64 generation = READ_ONCE(dev->generation);
-	bool soon = false;
+	bool soon = false, reported;
 
 	if (READ_ONCE(dev->stopping))
 		return;
-	/*
-	 * Run the sync work: it creates pools that could not be created before, and reads the
-	 * generation in case a notification was lost.
-	 */
+	/* Run the sync work, which creates pools that could not be created before. */
 	tmem_dev_resync(dev, false);
 	tmem_ram_check(dev);
-	if (generation) {
+	if (generation && !READ_ONCE(dev->silent)) {
 		tmem_breaker_probe(dev);
-		soon = tmem_reset_check(dev, send_report(dev, generation));
-		send_latencies(dev, generation);
+		reported = send_report(dev, generation);
+		if (reported)
+			send_latencies(dev, generation);
+		soon = tmem_reset_check(dev, reported || tmem_answered_lately(dev));
 	}
 	soon |= READ_ONCE(dev->tripped);
 	if (!READ_ONCE(dev->stopping))
@@ -256,18 +305,21 @@ int tmem_sync_init(struct tmem_dev *dev)
 {
 	INIT_WORK(&dev->sync_work, sync_work_fn);
 	INIT_DELAYED_WORK(&dev->report_work, report_work_fn);
+	INIT_DELAYED_WORK(&dev->ask_work, ask_work_fn);
 	dev->stopping = true;
 	dev->wq = alloc_ordered_workqueue("virtio_tmem", 0);
 	return dev->wq ? 0 : -ENOMEM;
 }
 
 /**
- * tmem_sync_start() - queue the first read of the generation, and the periodic reports to the host
+ * tmem_sync_start() - read the generation, and queue the creation of pools and the periodic reports
  * @dev: the device, which is ready
  */
 void tmem_sync_start(struct tmem_dev *dev)
 {
 	tmem_state_offline("no backend");
+	tmem_generation_start(dev);
+	read_config(dev);
 	WRITE_ONCE(dev->stopping, false);
 	tmem_dev_resync(dev, false);
 	tmem_dev_report(dev);
@@ -281,15 +333,18 @@ void tmem_sync_start(struct tmem_dev *dev)
  */
 void tmem_sync_stop(struct tmem_dev *dev)
 {
+	unsigned int i;
+
 	WRITE_ONCE(dev->stopping, true);
-	cancel_delayed_work_sync(&dev->report_work);
-	cancel_work_sync(&dev->sync_work);
 	/*
-	 * Cancel both work items twice: the report may have queued the sync work before it read the
-	 * flag, and the sync work may have queued the report.
+	 * Cancel the work items twice: each of them may have queued another one before it read the
+	 * flag.
 	 */
-	cancel_delayed_work_sync(&dev->report_work);
-	cancel_work_sync(&dev->sync_work);
+	for (i = 0; i < 2; i++) {
+		cancel_delayed_work_sync(&dev->report_work);
+		cancel_delayed_work_sync(&dev->ask_work);
+		cancel_work_sync(&dev->sync_work);
+	}
 }
 
 /**

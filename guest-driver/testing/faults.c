@@ -54,6 +54,10 @@ unsigned int tmem_inject_erased_late;
 module_param_named(inject_erased_late, tmem_inject_erased_late, uint, 0644);
 MODULE_PARM_DESC(inject_erased_late, "TEST: every n'th part of a get (up to 64 pages) finds its index entries erased");
 
+unsigned int tmem_inject_config_deaf;
+module_param_named(inject_config_deaf, tmem_inject_config_deaf, uint, 0644);
+MODULE_PARM_DESC(inject_config_deaf, "TEST: every n'th notification of a changed configuration is lost");
+
 unsigned long tmem_test_index_bytes;
 module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
 MODULE_PARM_DESC(test_index_bytes, "TEST: limit of the index in bytes, its table included, if it is below the normal limit; 0: normal limit");

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.smoke
 LAYERS = """
 core/trace core/dev
 core/stats core/budget core/pool_id core/bounce
-core/leaf core/policy core/bypass core/admit core/queue core/control core/sysfs core/reset
-core/index core/retain core/ram
+core/leaf core/policy core/bypass core/admit core/queue core/generation core/sysfs core/reset
+core/index core/retain core/ram core/control
 core/ring core/evict
 core/send
 core/feeder core/get core/pool core/pace

@@ -48,6 +48,7 @@ QUEUES = 17
 
 NEXT, WRITE, INDIRECT = 1, 2, 4
 T_PUT, T_GET, T_FLUSH, T_REF, T_POOL_CREATE, T_REPORT, T_LATENCIES = 1, 2, 3, 4, 16, 18, 19
+T_GENERATION = 20
 OK, STALE, UNSUPPORTED, LIMIT, UNKNOWN_STATUS = 1, 2, 4, 6, 77
 PUT_WORKINGSET = 1
 STORED, REFUSED, HIT, MISS, HELD, GONE, UNKNOWN_RESULT = 65, 66, 67, 68, 69, 70, 99
@@ -61,6 +62,14 @@ LIES_OF_PUTS = (
     "put-status", "put-short", "put-long", "put-result", "put-refused", "put-silent", "put-stale",
 )  # fmt: skip
 LIES_OF_REFS = ("ref-status", "ref-short", "ref-long", "ref-result", "ref-silent", "ref-gone")
+LIES_OF_GENERATIONS = (
+    "generation-status",
+    "generation-short",
+    "generation-long",
+    "generation-zero",
+    "generation-silent",
+    "generation-other",
+)
 LIES_OF_POOLS = (
     "pool-status",
     "pool-short",
@@ -413,9 +422,23 @@ class Liar:
             self._flush(body, count, pool)
         if kind == T_POOL_CREATE and lie in LIES_OF_POOLS:
             return self._pool(chain, lie)
+        if kind == T_GENERATION:
+            return self._tell_generation(chain, lie)
         known = kind != T_LATENCIES or lie != "older"
         self._write(chain, bytes([OK if known else UNSUPPORTED]) + bytes(7))
         return 8
+
+    def _tell_generation(self, chain: Chain, lie: str) -> int:
+        self.lies_told += lie in LIES_OF_GENERATIONS
+        status = UNKNOWN_STATUS if lie == "generation-status" else OK
+        generation = self._generation
+        if lie == "generation-zero":
+            generation = 0
+        elif lie == "generation-other":
+            generation = int.from_bytes(os.urandom(8), "little") | 1
+        if lie != "generation-silent":
+            self._write(chain, bytes([status]) + bytes(7) + struct.pack("<Q", generation))
+        return {"generation-short": 15, "generation-long": 17}.get(lie, 16)
 
     def _pool(self, chain: Chain, lie: str) -> int:
         self.lies_told += 1
