@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Model of the guest driver: index, cookies, generation, put ring, gets with a deadline, breaker,
-//! control requests. The model does what `guest-driver/core/` does, in the same order.
+//! control requests, among them those for the generation. The model does what `guest-driver/core/` does, in the same order.
 //!
 //! The index decides: the driver never requests a page that is not in the index, and erasing an
 //! entry cannot fail. All state of the driver is in the guest's memory, so a rollback of the guest
@@ -24,17 +24,19 @@ use self::puts::{PutBatch, Range, Slot};
 use self::refs::Ref;
 use crate::mutation::Mutation;
 use crate::oracle::Oracle;
-use crate::transport::{BOUNCE, CONTROLS, Flight, GETS, PLACES, PUTS, Tag, Transport};
+use crate::transport::{ASKS, BOUNCE, CONTROLS, Flight, GETS, PLACES, PUTS, Tag, Transport};
 
 /// Longest time in nanoseconds that a reader waits for the device.
 pub const DEADLINE_NS: u64 = 20_000_000;
-/// Interval in nanoseconds at which the driver sends a report, and reads the generation even if the
-/// device has not notified it of a change.
+/// Interval in nanoseconds at which the driver sends a report.
 const REPORT_NS: u64 = 1_000_000_000;
 /// Number of late reads in a row after which the driver's breaker stops gets.
 const LATE_ROW_MAX: u32 = 3;
 /// Time in nanoseconds after which the driver gives up a control request that is not answered.
 const CONTROL_NS: u64 = 1_000_000_000;
+
+/// Minimum time in nanoseconds between two GENERATION requests, after which an answer is late.
+const ASK_NS: u64 = 1_000_000_000;
 
 /// Inode number of a file and index of a page in the file.
 pub type FilePage = (u32, u64);
@@ -54,7 +56,7 @@ struct Entry {
 pub struct Port<'a> {
     /// Time of the guest's clock in nanoseconds.
     pub now_ns: u64,
-    /// Generation in the device's configuration, as the VMM reports it.
+    /// Generation in the device's configuration, as the driver reads it.
     pub generation: u64,
     /// Oracle that checks the requests of this guest's driver.
     pub oracle: &'a mut Oracle,
@@ -69,6 +71,23 @@ pub struct Driver {
     /// The driver's virtqueues and buffers in guest memory.
     pub transport: Transport,
     generation: u64,
+    /// Generation that the device gave last, in its configuration or in an answer; 0 for none.
+    told: u64,
+    /// Whether the driver learned `told` from an answer.
+    told_by_answer: bool,
+    /// Whether the driver must read the configuration: after a reset of the device, and after a
+    /// notification.
+    config: bool,
+    /// GENERATION requests that the device owns.
+    asks: [bool; ASKS],
+    /// Number of GENERATION requests that were sent since the last answer.
+    asks_unanswered: usize,
+    /// Time at which the last GENERATION request was sent, in nanoseconds.
+    asked_at_ns: Option<u64>,
+    /// Whether a STALE answer or a missing answer shows that the generation may be over.
+    ask_wanted: bool,
+    /// Whether a GENERATION request was not answered in time.
+    silent: bool,
     epoch: u32,
     resync: bool,
     /// Id of the driver's pool at the device; 0 while the driver has no pool.
@@ -127,6 +146,14 @@ impl Driver {
         Driver {
             mutation,
             generation: 0,
+            told: 0,
+            told_by_answer: false,
+            config: true,
+            asks: [false; ASKS],
+            asks_unanswered: 0,
+            asked_at_ns: None,
+            ask_wanted: false,
+            silent: false,
             epoch: 0,
             resync: true,
             pool: 0,
@@ -284,6 +311,7 @@ impl Driver {
                     Tag::Ref => self.ref_answered(port, queue, &flight, &answer),
                     Tag::Get(get) => self.get_answered(port, get, &flight, &answer),
                     Tag::Control(nr) => self.control_answered(nr, &flight, answer.status),
+                    Tag::Ask(nr) => self.ask_answered(nr, answer.generation),
                 },
                 Err(error) => {
                     port.oracle.fail("order", format!("queue {queue}: {error}"));
@@ -294,7 +322,7 @@ impl Driver {
     }
 
     fn stale(&mut self, status: u8) {
-        self.resync |= status == wire::S_STALE;
+        self.ask_wanted |= status == wire::S_STALE;
     }
 
     /// Erases the index entries of the pages `from..=to` of a file, so that the driver does not

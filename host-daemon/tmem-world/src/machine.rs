@@ -3,8 +3,8 @@
 //! passes its messages to the daemon's real message handler.
 //!
 //! The VMM caches the part of the configuration that the guest may read. It notifies the guest when
-//! a back end starts or is lost. It starts the rings of the next back end where the last one
-//! stopped. Out of scope: when a VMM connects, starts or stops a device.
+//! a back end starts or is lost, unless it is a generic vhost-user front end, which never does. It
+//! starts the rings of the next back end where the last one stopped. Out of scope: when a VMM connects, starts or stops a device.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -69,6 +69,8 @@ pub struct Machine {
     pub generation: u64,
     /// Whether an interrupt is pending that notifies the guest of a changed device configuration.
     pub config_irq: bool,
+    /// Whether the front end notifies the guest of a changed device configuration.
+    notifies: bool,
     /// Connection of the VMM to the daemon, if there is one.
     pub link: Option<Link>,
     /// Ring indices at which the next start of the rings continues. With None, each ring continues
@@ -113,6 +115,7 @@ impl Machine {
     pub fn new(
         queues: usize,
         (event_idx, indirect, retain): (bool, bool, bool),
+        notifies: bool,
         mutation: Option<Mutation>,
     ) -> Machine {
         let ram = GuestRam::new(&ram(), true).expect("cannot create the guest's memory");
@@ -124,6 +127,7 @@ impl Machine {
             calls: notifiers(queues),
             generation: 0,
             config_irq: false,
+            notifies,
             link: None,
             bases: None,
             migration: None,
@@ -260,7 +264,7 @@ impl Machine {
             }
         }
         self.generation = generation;
-        self.config_irq = true;
+        self.notify_config();
         self.kicks.iter().for_each(crate::driver::kick);
         Ok(())
     }
@@ -334,8 +338,13 @@ impl Machine {
             }
         }
         self.generation = 0;
-        self.config_irq = true;
+        self.notify_config();
         Some(link)
+    }
+
+    /// Notifies the guest of a changed device configuration, if the front end can.
+    pub fn notify_config(&mut self) {
+        self.config_irq = self.notifies;
     }
 
     /// Sends a new dirty log without marks to the daemon, if a migration is in progress.

@@ -19,8 +19,12 @@ pub enum Mutation {
     IndexKept,
     /// The driver sends pages that it copied to its put ring before it last emptied its index.
     EpochIgnored,
-    /// The driver never reads a new generation from the configuration once it has one.
-    ConfigIgnored,
+    /// The driver keeps its index when it learns of another generation from an answer.
+    IndexKeptAtAnswer,
+    /// The driver sends no GENERATION requests.
+    GenerationUnasked,
+    /// The device answers a GENERATION with the generation before the current one.
+    GenerationOld,
     /// The device returns the page of a key even if the get names another cookie.
     CookieUnchecked,
     /// The driver gives several puts the same cookie.
@@ -110,13 +114,15 @@ pub enum Mutation {
 
 impl Mutation {
     /// All rules that can be broken on purpose.
-    pub const ALL: [Mutation; 46] = [
+    pub const ALL: [Mutation; 48] = [
         Mutation::GenerationKept,
         Mutation::GenerationCounted,
         Mutation::GenerationUnchecked,
         Mutation::IndexKept,
         Mutation::EpochIgnored,
-        Mutation::ConfigIgnored,
+        Mutation::IndexKeptAtAnswer,
+        Mutation::GenerationUnasked,
+        Mutation::GenerationOld,
         Mutation::CookieUnchecked,
         Mutation::CookieRepeated,
         Mutation::QueueAny,

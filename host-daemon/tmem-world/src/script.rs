@@ -128,6 +128,9 @@ pub struct Setup {
     /// Whether each guest negotiates `VIRTIO_TMEM_F_RETAIN`. A real guest may lack the feature
     /// because of its driver, its device or its host's daemon.
     pub retain: Vec<bool>,
+    /// Whether each guest's front end notifies the guest of a changed configuration, as that of
+    /// QEMU does. A generic vhost-user front end never does.
+    pub notifies: Vec<bool>,
     /// Size of each host's pool in KiB.
     pub pool_kib: u16,
     /// Whether all guests are in one trust domain.
@@ -323,9 +326,11 @@ impl Script {
         // Draw the guests' virtio features from a generator of their own, so that a feature added
         // later does not change the scripts of existing seeds.
         let mut features = fastrand::Rng::with_seed(setup_seed);
+        let mut front_ends = fastrand::Rng::with_seed(!setup_seed);
         let setup = Setup {
             seed: setup_seed,
             guests,
+            notifies: (0..guests).map(|_| front_ends.bool()).collect(),
             retain: (0..guests).map(|_| features.bool()).collect(),
             hosts: rng.usize(1..=2),
             workers: rng.usize(1..=2),

@@ -30,6 +30,8 @@ pub const GETS: usize = 5;
 pub const BOUNCE: usize = 24;
 /// Maximum number of control requests in flight.
 pub const CONTROLS: usize = 3;
+/// Maximum number of GENERATION requests in flight.
+pub const ASKS: usize = 4;
 /// Number of descriptors of a virtqueue.
 const RING: u16 = 64;
 
@@ -57,6 +59,8 @@ pub struct Layout {
     pub places: Vec<u64>,
     /// Addresses of the control requests.
     pub controls: Vec<u64>,
+    /// Addresses of the GENERATION requests.
+    pub asks: Vec<u64>,
 }
 
 /// Returns the regions of a guest's RAM, with a hole between them, as a PC has below 4 GiB.
@@ -78,6 +82,7 @@ impl Layout {
             bounce: pages(BOUNCE),
             places: pages(PLACES),
             controls: pages(CONTROLS),
+            asks: pages(ASKS),
             refs: pages(queues),
         }
     }
@@ -96,6 +101,8 @@ pub enum Tag {
     Get(usize),
     /// The control request with this number, of [`CONTROLS`].
     Control(usize),
+    /// The GENERATION request with this number, of [`ASKS`].
+    Ask(usize),
 }
 
 /// A request in flight: the device owns it, or has answered it and the driver has not taken the

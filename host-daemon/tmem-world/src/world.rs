@@ -50,6 +50,8 @@ struct Guest {
     snapshot: Option<Snapshot>,
     /// Version (number) of the guest's last write. It never decreases, not even at a rollback.
     version: Version,
+    /// Generation of the guest's device before the current one, or 0.
+    earlier: u64,
     /// Number of times that the guest has rebooted.
     boots: u64,
     /// Number of the host on which the guest runs.
@@ -147,7 +149,8 @@ impl World {
             let queues = setup.queues;
             let retain = setup.retain[number];
             let features = (setup.event_idx, setup.indirect, retain);
-            let machine = Machine::new(queues, features, setup.mutation);
+            let notifies = setup.notifies[number];
+            let machine = Machine::new(queues, features, notifies, setup.mutation);
             let driver = Driver::new(
                 machine.transport(),
                 mix(setup.seed, 50 + number as u64) >> 2,
@@ -164,6 +167,7 @@ impl World {
                 oracle: Oracle::new(number, queues, retain, setup.mutation),
                 snapshot: None,
                 version,
+                earlier: 0,
                 boots: 0,
                 home: number % setup.hosts,
                 behind_ns: 0,
@@ -502,6 +506,7 @@ impl World {
         for g in 0..self.guests.len() {
             self.swap_answers(g);
             self.forge_results(g);
+            self.forge_old_generation(g);
             self.observe(g);
             self.show_neighbour(g);
         }
@@ -605,6 +610,24 @@ impl World {
                         _ => {}
                     }
                 }
+            }
+        }
+    }
+
+    /// Changes the answers to GENERATION requests, to simulate a device that answers with the
+    /// generation before the current one.
+    fn forge_old_generation(&mut self, g: usize) {
+        let guest = &self.guests[g];
+        if !self.is(Mutation::GenerationOld) || guest.earlier == 0 {
+            return;
+        }
+        let transport = &guest.kernel.driver.transport;
+        for (place, flight) in transport.flight[wire::CONTROL_QUEUE].iter().enumerate() {
+            if transport.used(wire::CONTROL_QUEUE, place).is_some()
+                && matches!(flight.tag, Tag::Ask(_))
+            {
+                let body = flight.page + ANSWER_AT + RESP_BYTES as u64;
+                transport.ram().write(body, &guest.earlier.to_le_bytes());
             }
         }
     }

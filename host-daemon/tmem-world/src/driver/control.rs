@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The driver's generation and its control queue. The driver is online while it has a generation
-//! from the device's configuration and a pool.
+//! and a pool. It learns the generation from the device's configuration, which it reads after a
+//! reset and after a notification only, and from the answers to GENERATION requests.
 
 use tmem_sim::Request;
 use tmem_sim::requests::REPORT_BYTES;
 use virtio_tmem as wire;
 
-use super::{CONTROL_NS, Driver, Port, REPORT_NS};
+use super::{ASK_NS, CONTROL_NS, Driver, Port, REPORT_NS};
 use crate::mutation::Mutation;
-use crate::transport::{CONTROLS, Flight, Tag};
+use crate::transport::{ASKS, CONTROLS, Flight, Tag};
 
 /// State of a buffer for a control request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +25,7 @@ pub enum Control {
 impl Driver {
     /// Records that the device's configuration changed.
     pub fn config_changed(&mut self) {
-        self.resync = true;
+        self.config = true;
     }
 
     /// Does the work of the driver's work queue: reports, time limits and a changed generation.
@@ -33,7 +34,7 @@ impl Driver {
             self.report_at_ns = port.now_ns + REPORT_NS;
             self.resync = true;
             self.probe(port);
-            if self.generation != 0 {
+            if self.generation != 0 && !self.silent {
                 let report = Box::new([0; REPORT_BYTES]);
                 self.control(port, Request::Report(report));
             }
@@ -41,23 +42,73 @@ impl Driver {
         for control in &mut self.controls {
             if matches!(control, Control::Sent(until) if *until <= port.now_ns) {
                 *control = Control::Abandoned;
+                self.ask_wanted = true;
             }
         }
-        if self.resync && !(self.is(Mutation::ConfigIgnored) && self.generation != 0) {
+        if std::mem::take(&mut self.config) {
+            // The caller has taken the answers that have come. They are older than the
+            // configuration.
+            (self.told, self.told_by_answer) = (port.generation, false);
+            (self.asks_unanswered, self.silent) = (0, false);
+            self.resync = true;
+        }
+        if self.resync {
             self.sync(port);
+        }
+        self.ask_generation(port);
+    }
+
+    /// Asks the device for its generation, if that is needed and the last request is long ago.
+    fn ask_generation(&mut self, port: &mut Port<'_>) {
+        let needed = self.generation == 0 || self.tripped || self.ask_wanted;
+        let since_ns = self.asked_at_ns.map(|at_ns| port.now_ns - at_ns);
+        let early = since_ns.is_some_and(|since_ns| since_ns < ASK_NS);
+        if self.is(Mutation::GenerationUnasked) || !needed || early {
+            return;
+        }
+        if self.asks_unanswered > 0 {
+            self.silent = true;
+            self.tripped |= self.generation != 0;
+        }
+        let free = (0..ASKS).find(|nr| !self.asks[*nr]);
+        let Some(nr) = free.filter(|_| self.transport.has_room(wire::CONTROL_QUEUE)) else {
+            return;
+        };
+        self.asks[nr] = true;
+        self.asks_unanswered += 1;
+        self.asked_at_ns = Some(port.now_ns);
+        let page = self.transport.layout.asks[nr];
+        let mut flight = self.flight(
+            port,
+            Tag::Ask(nr),
+            Request::Generation,
+            (page, vec![]),
+            vec![],
+        );
+        flight.generation = 0;
+        self.send(port, wire::CONTROL_QUEUE, flight, false);
+    }
+
+    /// Takes the generation of an answer, which is 0 if the answer has none.
+    pub(super) fn ask_answered(&mut self, nr: usize, generation: u64) {
+        self.asks[nr] = false;
+        if generation != 0 {
+            (self.told, self.told_by_answer) = (generation, true);
+            (self.asks_unanswered, self.silent) = (0, false);
+            (self.ask_wanted, self.resync) = (false, true);
         }
     }
 
     fn sync(&mut self, port: &mut Port<'_>) {
-        if port.generation != self.generation {
+        if self.told != self.generation {
             self.forget();
-            self.generation = port.generation;
+            self.generation = self.told;
             (self.late_row, self.tripped) = (0, false);
         }
         // Send one control request at a time. The driver sends the next one when the answer
         // arrives.
         let waiting = |c: &Control| matches!(c, Control::Sent(_));
-        if self.generation == 0 || self.controls.iter().any(waiting) {
+        if self.generation == 0 || self.silent || self.controls.iter().any(waiting) {
             self.resync = self.generation != 0;
             return;
         }
@@ -74,7 +125,9 @@ impl Driver {
     }
 
     fn forget(&mut self) {
-        if self.is(Mutation::IndexKept) && self.pool != 0 {
+        let keeps = self.is(Mutation::IndexKept)
+            || (self.is(Mutation::IndexKeptAtAnswer) && self.told_by_answer);
+        if keeps && self.pool != 0 {
             // Keep the index although the generation has changed: this is the rule that the
             // simulated driver breaks. The driver also keeps its pool's id, because it does not
             // know that the pool is gone.

@@ -228,7 +228,7 @@ mod tests {
     /// The share of GONE results decides whether the driver sends REFs or puts copies.
     #[test]
     fn the_driver_puts_pages_again_while_many_refs_are_answered_gone() {
-        let machine = Machine::new(2, (true, true, true), None);
+        let machine = Machine::new(2, (true, true, true), true, None);
         let mut driver = Driver::new(machine.transport(), 1, true, None);
         let count = |driver: &mut Driver, gone: bool, times: usize| {
             for _ in 0..times {

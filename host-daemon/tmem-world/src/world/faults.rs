@@ -126,6 +126,7 @@ impl World {
         let Some(generation) = guest.machine.connect(g, h, host) else {
             return false;
         };
+        guest.earlier = guest.oracle.model.generation();
         guest.oracle.begin(generation);
         true
     }
@@ -270,7 +271,10 @@ impl World {
         if self.can_talk(g) {
             let guest = &mut self.guests[g];
             match guest.machine.reset() {
-                Ok(generation) => guest.oracle.begin(generation),
+                Ok(generation) => {
+                    guest.earlier = guest.oracle.model.generation();
+                    guest.oracle.begin(generation);
+                }
                 Err(error) => guest.oracle.fail("message", error),
             }
         }
@@ -337,7 +341,7 @@ impl World {
             (guest.behind_ns, guest.paused_at_ns) = (now - snapshot.now_ns, None);
             // Notify the guest of a changed configuration, so that its driver reads the generation
             // again.
-            guest.machine.config_irq = true;
+            guest.machine.notify_config();
         }
         guest.oracle.rings_changed(&guest.kernel.driver.transport);
         self.restart(g);
