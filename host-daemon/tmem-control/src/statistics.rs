@@ -269,6 +269,8 @@ pub const STATISTICS: &[Statistic] = &[
     row(Daemon, ("interrupts_lost", "tmem_daemon_interrupts_lost", Exact), (Counter, "interrupts"), "interrupts that the kernel refused to deliver to a guest or its VMM. The log names them, and the guest continues at its deadline. Must be 0", "tmemd/src/queue/notifier.rs"),
     row(Daemon, ("memory_mapped_bytes", "tmem_daemon_memory_mapped_bytes", Exact), (Gauge, "bytes"), "address space in which the daemon has mapped the memory of all VMs. 0 with daemons before 0.2", BUDGET),
     row(Daemon, ("memory_budget_bytes", "tmem_daemon_memory_budget_bytes", Exact), (Gauge, "bytes"), "limit of `memory_mapped_bytes`. The daemon refuses VMs whose memory does not fit. 0 with daemons before 0.2", BUDGET),
+    row(Daemon, ("memory_regions", "tmem_daemon_memory_regions", Exact), (Gauge, "regions"), "regions of memory (memory slots) that the daemon has mapped for all VMs, including those that wait to be unmapped. 0 with daemons before 0.2", BUDGET),
+    row(Daemon, ("memory_regions_max", "tmem_daemon_memory_regions_max", Exact), (Gauge, "regions"), "limit of `memory_regions`: `vm.max_map_count` minus 8,192. The daemon refuses VMs whose regions do not fit. 0 with daemons before 0.2", BUDGET),
 ];
 
 impl Scope {

@@ -1,22 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of memory slots. A VM can use as many slots at a time as the daemon announces. Its VMM can
 //! add and remove memory in any order while requests are in flight. The daemon refuses a further
-//! slot, and other VMs are not affected.
+//! slot, and memory above the number of regions of all VMs. Other VMs are not affected.
 
 mod common;
 
-use common::{Daemon, guest, seed, work};
+use common::{Daemon, allow_many_files, guest, seed, taken_by, until, work};
+use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
+use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 
 /// Number of memory slots that the daemon announces to a VMM. docs/operating.md states this number.
-const SLOTS: usize = 64;
+const SLOTS: usize = 509;
 
 const ROUNDS: usize = 600;
+
+/// Number of mappings that the daemon keeps for itself. docs/operating.md states this number.
+const OWN_MAPPINGS: u64 = 8_192;
 
 /// Returns the configuration of a guest that uses all memory slots. One region contains the rings
 /// and buffers. No request refers to the other regions.
 fn full() -> GuestConfig {
+    allow_many_files();
     let region = |number: u64| RamRegion {
         start: number << 32,
         size_bytes: if number == 0 { 8 << 20 } else { 64 << 10 },
@@ -134,7 +140,7 @@ fn a_memory_slot_above_the_limit_is_refused_without_effect_on_other_vms() {
             .add_mem_region(&more.vhost_regions()[0])
             .unwrap_err();
         let log = std::fs::read_to_string(daemon.path("log")).unwrap();
-        let said = log.matches("more than 64 memory regions").count();
+        let said = log.matches("VM a: more than 509 memory regions").count();
         assert!(
             said > 0,
             "round {round}: the log does not report too many regions: {log}"
@@ -153,4 +159,126 @@ fn a_memory_slot_above_the_limit_is_refused_without_effect_on_other_vms() {
         daemon.connect(&mut driver, "a");
         work(&mut driver, 20);
     }
+}
+
+/// Returns the number of regions that the daemon has mapped, and their maximum.
+fn regions(daemon: &Daemon) -> (u64, u64) {
+    let mut client = tmem_control::connect(&daemon.path("control")).unwrap();
+    let daemon = client.get_stats(None).call().unwrap().daemon;
+    let number = |value: i64| u64::try_from(value).unwrap();
+    (
+        number(daemon.memory_regions),
+        number(daemon.memory_regions_max),
+    )
+}
+
+/// Fills all slots of the VM, except for the one that it uses, with regions of one page of the
+/// same file. The test process does not map them.
+fn fill(driver: &mut Driver, page: &VhostUserMemoryRegionInfo) -> Result<(), String> {
+    let front_end = driver.guest.frontend().unwrap();
+    for slot in 1..SLOTS as u64 {
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr: slot << 32,
+            userspace_addr: slot << 32,
+            ..*page
+        };
+        let added = front_end.add_mem_region(&region);
+        added.map_err(|error| format!("slot {slot}: {error}"))?;
+    }
+    Ok(())
+}
+
+/// All VMs together may have `vm.max_map_count` minus `OWN_MAPPINGS` regions. The test fills the
+/// daemon with as many as the kernel's default of 65,530 allows. The daemon needs no more than one
+/// mapping for each, and no descriptor, and it refuses further regions before the kernel does.
+#[test]
+fn regions_of_all_vms_are_limited_and_a_refusal_affects_no_other_vm() {
+    let map_count: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count")
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
+    let max = map_count - OWN_MAPPINGS;
+    let hogs = (max.min(65_530 - OWN_MAPPINGS) / SLOTS as u64) as usize;
+    let names: Vec<String> = (0..=hogs).map(|number| format!("hog{number}")).collect();
+    let mut vms: Vec<(&str, Option<&str>)> = names.iter().map(|n| (n.as_str(), None)).collect();
+    vms.push(("neighbour", None));
+    let mut daemon = Daemon::with_arguments(&vms, "64MiB", |_| vec!["--no-sandbox".to_string()]);
+    let mut neighbour = daemon.driver("neighbour", 1);
+    let page = RamRegion {
+        start: 1 << 45,
+        size_bytes: 4096,
+    };
+    let page = GuestRam::new(&[page], true).unwrap();
+    let region = page.vhost_regions()[0];
+    let slim = |name: &str| GuestConfig {
+        ram: vec![RamRegion {
+            start: 0,
+            size_bytes: 2 << 20,
+        }],
+        request_queues: 1,
+        slots: 4,
+        mem_slots: true,
+        ..guest(name)
+    };
+    let pid = daemon.pid() as i32;
+    let mut drivers = Vec::new();
+    for name in &names[..hogs] {
+        let mut driver = daemon.driver_with(slim(name), DriverConfig::default());
+        if drivers.is_empty() {
+            let before = taken_by(pid);
+            fill(&mut driver, &region).unwrap();
+            let after = taken_by(pid);
+            let mappings = after.mappings - before.mappings;
+            assert!(
+                (SLOTS / 2..SLOTS).contains(&mappings),
+                "{} regions needed {mappings} mappings",
+                SLOTS - 1
+            );
+            assert_eq!(
+                after.descriptors, before.descriptors,
+                "regions keep descriptors open"
+            );
+        } else {
+            fill(&mut driver, &region).unwrap();
+        }
+        drivers.push(driver);
+    }
+    let (used, most) = regions(&daemon);
+    assert_eq!(most, max, "the daemon does not report the host's limit");
+    assert_eq!(used, (hogs * SLOTS) as u64 + 2, "regions are not counted");
+    let taken = taken_by(pid);
+    println!("{used} regions of {hogs} VMs: the daemon has {taken:?}");
+    assert!(
+        (taken.mappings as u64) < used + OWN_MAPPINGS / 4,
+        "the daemon needs more mappings of its own than expected: {taken:?}"
+    );
+    let last = &names[hogs];
+    let mut late = daemon.driver_with(slim(last), DriverConfig::default());
+    let filled = fill(&mut late, &region);
+    if max == 65_530 - OWN_MAPPINGS {
+        filled.expect_err("more regions than the maximum were accepted");
+        let log = std::fs::read_to_string(daemon.path("log")).unwrap();
+        let refused = format!(
+            "VM {last}: memory region at guest address {:#x}: all VMs together have {max} memory \
+             regions, and the daemon can map {max}",
+            (max - used) << 32,
+        );
+        assert!(
+            log.contains(&refused),
+            "{refused:?} is not in the log: {log}"
+        );
+        assert!(log.contains("Raise vm.max_map_count (sysctl)"), "{log}");
+    }
+    work(&mut neighbour, 100);
+    // A VM that disconnects makes room for the others.
+    late.guest.disconnect();
+    drivers.truncate(hogs - 2);
+    until("the regions of three VMs are unmapped", || {
+        regions(&daemon).0 == ((hogs - 2) * SLOTS) as u64 + 2
+    });
+    daemon.connect(&mut late, last);
+    fill(&mut late, &region).unwrap();
+    work(&mut late, 50);
+    work(&mut neighbour, 50);
 }

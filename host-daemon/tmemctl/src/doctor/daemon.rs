@@ -30,6 +30,9 @@ const EXIT_USAGE: u8 = 2;
 /// for example because a page of its memory was faulty, needs no operator.
 const RESTARTS_WARNED: u64 = 3;
 
+/// Free part of the daemon's memory regions, in percent, below which `doctor` warns.
+const REGIONS_FREE_PERCENT: i64 = 20;
+
 /// Permission bits of a socket that let users outside its owner and group connect.
 const OTHERS: u32 = 0o007;
 
@@ -176,6 +179,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
         ),
     }];
     findings.push(host_memory(pool));
+    findings.push(memory_regions(daemon));
     findings.push(match pool.reserved_bytes > pool.size_bytes {
         true => Finding::warning(
             ("reserves", DAEMON),
@@ -231,6 +235,25 @@ fn host_memory(pool: &api::PoolStats) -> Finding {
         false => smaller,
     };
     Finding::warning(of, text, &remedy)
+}
+
+/// Checks that the daemon has mappings left for the memory of further VMs.
+fn memory_regions(daemon: &api::DaemonStats) -> Finding {
+    let of = ("memory-regions", DAEMON);
+    let (regions, max) = (daemon.memory_regions, daemon.memory_regions_max);
+    // A daemon before 0.2 reports 0 of 0 regions.
+    match regions > max - max / 100 * REGIONS_FREE_PERCENT {
+        true => Finding::warning(
+            of,
+            format!(
+                "all VMs together have {regions} memory regions, and the daemon can map {max}: it \
+                 refuses VMs whose regions do not fit"
+            ),
+            "sysctl -w vm.max_map_count=262144, and the same line in /etc/sysctl.d; then systemctl \
+             restart tmemd",
+        ),
+        false => Finding::good(of, "the daemon can map the memory of further VMs"),
+    }
 }
 
 /// Checks that the daemon counts the memory that ZFS's ARC can release. Its sandbox permits it to
@@ -477,8 +500,12 @@ mod tests {
         daemon.version = "0.0.1".into();
         (pool.size_bytes, pool.configured_bytes) = (1 << 20, 2 << 20);
         (pool.reserved_bytes, pool.hash_mismatches) = (3 << 20, 1);
+        (daemon.memory_regions, daemon.memory_regions_max) = (801, 1000);
         let found = of_daemon(&daemon, &pool);
         assert_eq!(state(&found, "daemon"), State::Warning);
+        assert_eq!(state(&found, "memory-regions"), State::Warning);
+        daemon.memory_regions = 800;
+        assert_eq!(memory_regions(&daemon).state, State::Good);
         assert_eq!(state(&found, "host-memory"), State::Warning);
         // The remedy depends on the more frequent reason.
         for (shrinks, stalls, limit) in [(9, 2, false), (9, 7, true)] {

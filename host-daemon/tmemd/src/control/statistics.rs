@@ -296,6 +296,8 @@ pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
         interrupts_lost: int(notifier::lost_interrupts()),
         memory_mapped_bytes: int(control.registry.memory_budget().mapped_bytes()),
         memory_budget_bytes: int(control.registry.memory_budget().bytes()),
+        memory_regions: int(control.registry.memory_budget().mapped_regions()),
+        memory_regions_max: int(control.registry.memory_budget().regions()),
     }
 }
 

@@ -22,6 +22,7 @@
 //! configuration.
 
 use crate::config::settings::Config;
+use crate::memory::budget::MAP_COUNT_PATH;
 use landlock::{
     ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus,
     PathBeneath, PathFd, RestrictionStatus, Ruleset, RulesetAttr, RulesetCreatedAttr,
@@ -441,6 +442,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         ("/dev/null".into(), AccessFs::ReadFile.into()),
         ("/proc/self".into(), read),
         ("/proc/meminfo".into(), AccessFs::ReadFile.into()),
+        (MAP_COUNT_PATH.into(), AccessFs::ReadFile.into()),
         ("/proc/pressure".into(), write),
         ("/sys/devices/system/cpu".into(), read),
         ("/sys/fs/cgroup".into(), read),

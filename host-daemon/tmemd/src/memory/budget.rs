@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Limits on mapped guest memory: one budget of address space for all VMs, and a maximum size of
-//! the memory of each VM.
+//! Limits on mapped guest memory: one budget of address space and mappings for all VMs, and a
+//! maximum size of the memory of each VM.
 //!
 //! A VM's front end passes files that may be sparse and of any size. Without these limits, a single
-//! front end could map files until the daemon has no address space left for other VMs. A mapping is
-//! charged before it is made, and its charge ends after it is unmapped. The charge therefore
-//! includes memory tables that wait to be unmapped. Out of scope: the unmapping, see
+//! front end could map files until the daemon has no address space or mappings left for other VMs.
+//! A mapping is charged before it is made, and its charge ends after it is unmapped. The charge
+//! therefore includes memory tables that wait to be unmapped. Out of scope: the unmapping, see
 //! `host/background.rs`, and host memory, which mappings do not use.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// File with the maximum number of mappings of a process. The sandbox permits the daemon to read it.
+pub const MAP_COUNT_PATH: &str = "/proc/sys/vm/max_map_count";
 
 /// Maximum number of bytes of guest memory that the daemon maps for all VMs together: half of the
 /// 128 TiB of address space that a process has on x86-64. The other half is for the pool, which
@@ -25,23 +28,64 @@ pub const VM_MEMORY_BYTES_MAX: u64 = 8 << 40;
 /// it takes 16 compromised front ends to use up the budget.
 pub const VM_MEMORY_BYTES_DEFAULT: u64 = 1 << 40;
 
+/// Maximum number of memory regions of a VM. It is the number of memory slots that QEMU, its
+/// libvhost-user and rust-vmm use. With fewer slots, QEMU gives virtio-mem with dynamic-memslots a
+/// single slot. A front end without the protocol feature CONFIGURE_MEM_SLOTS has at most 8 regions.
+pub const REGIONS_MAX: usize = 509;
+
+/// The kernel's default of `vm.max_map_count`, the maximum number of mappings of a process.
+const MAP_COUNT_DEFAULT: u64 = 65_530;
+
+/// Number of mappings that the budget leaves to the daemon itself. Without VMs the daemon has 240
+/// mappings, and each connected VM needs 4 (two for the thread, two for the dirty log and the
+/// allocator). 1,024 VMs thus need 4,336. The rest is for clients of the control sockets, and for
+/// pages that replace lost pages of guest memory: each of them divides a mapping into three.
+const OWN_MAPPINGS: u64 = 8_192;
+
 /// The budget of mapped guest memory that all VMs share.
 #[derive(Debug)]
 pub struct MemoryBudget {
     bytes: u64,
     mapped_bytes: AtomicU64,
+    /// Maximum number of mappings.
+    regions: u64,
+    mapped_regions: AtomicU64,
 }
 
 impl Default for MemoryBudget {
     fn default() -> Self {
-        MemoryBudget {
-            bytes: BUDGET_BYTES,
-            mapped_bytes: AtomicU64::new(0),
-        }
+        MemoryBudget::new(MAP_COUNT_DEFAULT)
     }
 }
 
 impl MemoryBudget {
+    /// Creates the budget of a process that may have `map_count` mappings. Half of a very small
+    /// number is for regions.
+    fn new(map_count: u64) -> MemoryBudget {
+        MemoryBudget {
+            bytes: BUDGET_BYTES,
+            mapped_bytes: AtomicU64::new(0),
+            regions: map_count - OWN_MAPPINGS.min(map_count / 2),
+            mapped_regions: AtomicU64::new(0),
+        }
+    }
+
+    /// Creates the budget of a daemon on this host, from `vm.max_map_count`.
+    pub fn of_host() -> MemoryBudget {
+        let text = std::fs::read_to_string(MAP_COUNT_PATH).unwrap_or_default();
+        MemoryBudget::new(text.trim().parse().unwrap_or(MAP_COUNT_DEFAULT))
+    }
+
+    /// Returns the maximum number of regions that are mapped for all VMs.
+    pub fn regions(&self) -> u64 {
+        self.regions
+    }
+
+    /// Returns the number of regions that are mapped for all VMs.
+    pub fn mapped_regions(&self) -> u64 {
+        self.mapped_regions.load(Ordering::Relaxed)
+    }
+
     /// Returns the size of the budget in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -62,6 +106,7 @@ pub struct MemoryAccount {
     /// connected. The memory that is mapped already then stays.
     max_bytes: AtomicU64,
     mapped_bytes: AtomicU64,
+    mapped_regions: AtomicU64,
 }
 
 impl Default for MemoryAccount {
@@ -77,6 +122,7 @@ impl MemoryAccount {
             budget: budget.clone(),
             max_bytes: AtomicU64::new(max_bytes),
             mapped_bytes: AtomicU64::new(0),
+            mapped_regions: AtomicU64::new(0),
         }
     }
 
@@ -96,6 +142,12 @@ impl MemoryAccount {
         self.mapped_bytes.load(Ordering::Relaxed)
     }
 
+    /// Returns the number of regions that are mapped for the VM, in its current memory table and in
+    /// tables that wait to be unmapped.
+    pub fn mapped_regions(&self) -> u64 {
+        self.mapped_regions.load(Ordering::Relaxed)
+    }
+
     /// Returns true if the VM has more memory mapped outside of its current table than its maximum.
     /// `table_bytes` is the size of the current table. The caller must then unmap the table that
     /// was replaced at once, instead of letting it wait to be unmapped.
@@ -112,8 +164,8 @@ impl MemoryAccount {
     /// of `table_bytes` bytes.
     ///
     /// # Errors
-    /// The VM's memory would exceed its maximum, or the mapped memory of all VMs the budget.
-    /// Nothing is charged.
+    /// The VM's memory would exceed its maximum, or the mapped memory or regions of all VMs the
+    /// budget. Nothing is charged.
     pub fn charge(
         self: &Arc<MemoryAccount>,
         table_bytes: u64,
@@ -139,12 +191,20 @@ impl MemoryAccount {
                  domain, raise its <maxMemory>",
             ));
         }
-        let within = |mapped: u64| {
-            let mapped = mapped.checked_add(bytes)?;
-            (mapped <= budget.bytes).then_some(mapped)
-        };
-        let (order, counter) = (Ordering::Relaxed, &budget.mapped_bytes);
-        if counter.fetch_update(order, order, within).is_err() {
+        if !add_within(&budget.mapped_regions, 1, budget.regions) {
+            return Err(OverBudget {
+                text: format!(
+                    "all VMs together have {} memory regions, and the daemon can map {}. This VM \
+                     has {} of them. Raise vm.max_map_count (sysctl) and restart tmemd, or give VMs \
+                     fewer memory slots (virtio-mem without dynamic-memslots, fewer DIMMs)",
+                    budget.mapped_regions(),
+                    budget.regions,
+                    self.mapped_regions(),
+                ),
+            });
+        }
+        if !add_within(&budget.mapped_bytes, bytes, budget.bytes) {
+            budget.mapped_regions.fetch_sub(1, Ordering::Relaxed);
             return Err(refused(
                 "the memory of all VMs needs too much address space",
                 "Stop a VM, or find the VM with too much memory in memory_mapped_bytes of \
@@ -152,6 +212,7 @@ impl MemoryAccount {
             ));
         }
         self.mapped_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.mapped_regions.fetch_add(1, Ordering::Relaxed);
         Ok(MemoryCharge {
             account: self.clone(),
             bytes,
@@ -170,9 +231,18 @@ impl Drop for MemoryCharge {
     fn drop(&mut self) {
         let MemoryCharge { account, bytes } = self;
         account.mapped_bytes.fetch_sub(*bytes, Ordering::Relaxed);
-        let all = &account.budget.mapped_bytes;
-        all.fetch_sub(*bytes, Ordering::Relaxed);
+        account.mapped_regions.fetch_sub(1, Ordering::Relaxed);
+        let all = &account.budget;
+        all.mapped_bytes.fetch_sub(*bytes, Ordering::Relaxed);
+        all.mapped_regions.fetch_sub(1, Ordering::Relaxed);
     }
+}
+
+/// Adds `more` to a counter unless the result exceeds `max`. Returns whether it was added.
+fn add_within(counter: &AtomicU64, more: u64, max: u64) -> bool {
+    let within = |count: u64| count.checked_add(more).filter(|count| *count <= max);
+    let order = Ordering::Relaxed;
+    counter.fetch_update(order, order, within).is_ok()
 }
 
 /// Reason why a region is not mapped. The text gives all numbers and says what to do.
@@ -190,7 +260,7 @@ mod tests {
     fn two_vms(bytes: u64, max_bytes: u64) -> [Arc<MemoryAccount>; 2] {
         let budget = Arc::new(MemoryBudget {
             bytes,
-            mapped_bytes: AtomicU64::new(0),
+            ..MemoryBudget::default()
         });
         [(); 2].map(|()| Arc::new(MemoryAccount::new(&budget, max_bytes)))
     }
@@ -244,6 +314,50 @@ mod tests {
             let charged = one.charge(table_bytes, bytes);
             charged.expect_err("a region was accepted whose size overflows the sum");
         }
+    }
+
+    #[test]
+    fn all_vms_together_map_at_most_the_regions_of_the_budget() {
+        let budget = Arc::new(MemoryBudget {
+            regions: 3,
+            ..MemoryBudget::default()
+        });
+        let [one, other] = [(); 2].map(|()| Arc::new(MemoryAccount::new(&budget, 100)));
+        let region = |account: &Arc<MemoryAccount>| account.charge(0, 1);
+        let held = [region(&one), region(&one), region(&other)];
+        assert!(
+            held.iter().all(Result::is_ok),
+            "a region within the budget was refused: {held:?}"
+        );
+        let error = region(&one).expect_err("a region above the budget was accepted");
+        let error = error.to_string();
+        for part in [
+            "3 memory regions",
+            "can map 3",
+            "2 of them",
+            "vm.max_map_count",
+        ] {
+            assert!(
+                error.contains(part),
+                "the error does not contain {part:?}: {error}"
+            );
+        }
+        drop(held);
+        // A region that is refused because of its size does not stay charged.
+        one.charge(0, 101)
+            .expect_err("memory above the VM's maximum was accepted");
+        let big = Arc::new(MemoryAccount::new(&budget, u64::MAX));
+        big.charge(0, BUDGET_BYTES + 1)
+            .expect_err("memory above the budget was accepted");
+        assert_eq!((budget.mapped_regions(), one.mapped_regions()), (0, 0));
+    }
+
+    #[test]
+    fn the_budget_leaves_mappings_to_the_daemon() {
+        for (map_count, regions) in [(65_530, 57_338), (1 << 20, 1_040_384), (1_000, 500), (0, 0)] {
+            assert_eq!(MemoryBudget::new(map_count).regions(), regions);
+        }
+        assert!(MemoryBudget::of_host().regions() > REGIONS_MAX as u64);
     }
 
     #[test]

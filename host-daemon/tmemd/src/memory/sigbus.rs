@@ -134,8 +134,8 @@ struct Slot {
     lost: AtomicPtr<Lost>,
 }
 
-/// Number of slots in a chunk of the handler's table. They suffice for the mappings of one VM and
-/// take little memory.
+/// Number of slots in a chunk of the handler's table. They suffice for the mappings of several
+/// usual VMs and take little memory.
 const CHUNK_SLOTS: usize = 64;
 
 /// A chunk of the handler's table, which is a linked list of chunks. Chunks are never freed, so the

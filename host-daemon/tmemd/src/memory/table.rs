@@ -6,7 +6,7 @@
 //! locked a vring sees a consistent table. A region whose file could be truncated is refused. If a
 //! page of a mapped region is lost nevertheless, the connection ends ([`crate::memory::sigbus`]).
 
-use crate::memory::budget::{MemoryAccount, MemoryCharge};
+use crate::memory::budget::{MemoryAccount, MemoryCharge, REGIONS_MAX};
 use crate::memory::dirty_log::{DirtyLog, RegionLog};
 use crate::memory::mapping::Mapping;
 use crate::memory::sigbus::{Lost, page_bytes};
@@ -15,15 +15,10 @@ use std::fs::File;
 use std::sync::Arc;
 use virtio_tmem as wire;
 use vm_memory::mmap::MmapRegionBuilder;
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 /// The guest's physical memory, together with its dirty log.
 pub type GuestMemory = GuestMemoryMmap<RegionLog>;
-
-/// Maximum number of memory regions of a VM. With this maximum, 256 VMs stay below the kernel's
-/// limit of 65,530 mappings per process. A front end without the protocol feature
-/// CONFIGURE_MEM_SLOTS has at most 8 regions.
-pub const REGIONS_MAX: usize = 64;
 
 /// Memory region as the VMM describes it in a vhost-user message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +92,8 @@ impl Memory {
     ) -> Result<Memory, MemoryError> {
         if self.regions.len() >= REGIONS_MAX {
             return Err(MemoryError(format!(
-                "more than {REGIONS_MAX} memory regions"
+                "more than {REGIONS_MAX} memory regions: give the VM fewer memory slots (DIMMs, \
+                 virtio-mem with dynamic-memslots)"
             )));
         }
         let at = spec.guest_address;
@@ -119,8 +115,9 @@ impl Memory {
         };
         let mapping = Mapping::new(&file, spec.file_offset, bytes, &self.lost)
             .map_err(|e| odd(format!("cannot be mapped readable and writable: {e}")))?;
+        // The region does not keep the file open: a VM with many regions would otherwise use up the
+        // daemon's descriptors. The mapping keeps the memory.
         let builder = MmapRegionBuilder::new_with_bitmap(bytes, region_log)
-            .with_file_offset(FileOffset::new(file, spec.file_offset))
             .with_mmap_prot(PROT_READ_WRITE)
             .with_mmap_flags(MAP_SHARED);
         // SAFETY: the mapping is `bytes` long, and the table keeps the mapping as long as the

@@ -9,10 +9,11 @@
 use crate::host::background::BackgroundWorkers;
 use crate::host::clock::ClockAndEntropy;
 use crate::host::heartbeat::Heartbeat;
+use crate::memory::budget::REGIONS_MAX;
 use crate::memory::dirty_log::{DirtyLog, LogMap};
 use crate::memory::peer::Peer;
 use crate::memory::sigbus::Lost;
-use crate::memory::table::{Memory, REGIONS_MAX, RegionSpec, check_file};
+use crate::memory::table::{Memory, RegionSpec, check_file};
 use crate::queue::notifier;
 use crate::queue::vring::{Link, RingAddresses, Vring, VringState};
 use crate::queue::worker::Workers;

@@ -131,7 +131,7 @@ impl Registry {
             recorder,
             events,
             pages_per_second: Arc::default(),
-            memory_budget: Arc::default(),
+            memory_budget: Arc::new(MemoryBudget::of_host()),
             run_directory: run_directory.into(),
             store: VmStore::new(run_directory),
             members: Mutex::default(),

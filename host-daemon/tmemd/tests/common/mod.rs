@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 use tempfile::TempDir;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
 use virtio_tmem as wire;
@@ -378,6 +378,16 @@ pub fn taken_by(pid: i32) -> Taken {
         mappings: read("maps").lines().count(),
         memory_bytes: kib.parse::<usize>().unwrap() << 10,
     }
+}
+
+/// Raises this process's limit of open files, for guests with a file for each of many regions.
+pub fn allow_many_files() {
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    let limit = Rlimit {
+        current: maximum,
+        maximum,
+    };
+    setrlimit(Resource::Nofile, limit).unwrap();
 }
 
 /// Returns the default configuration of a simulated guest, with the name `name`.
