@@ -187,7 +187,8 @@ impl Driver {
         self.settle()
     }
 
-    /// Resets the device as a reboot does, starts it again and creates a pool.
+    /// Resets the device as a reboot does, starts it again and creates a pool. The rebooted kernel
+    /// numbers its pools from 1 again.
     ///
     /// # Errors
     /// Errors of [`FakeGuest::reset`], [`FakeGuest::start`], [`Self::new_generation`] and
@@ -195,6 +196,7 @@ impl Driver {
     pub fn reboot(&mut self) -> Result<(), DriverError> {
         self.guest.reset()?;
         self.asked.clear();
+        self.pool_next = 1;
         self.guest.start()?;
         self.new_generation()?;
         self.create_pool()

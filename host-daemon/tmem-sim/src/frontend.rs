@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fake guest. It does what QEMU and a guest's driver do with a daemon, in the same order.
+//! The fake guest. It does what a VMM and a guest's driver do with a daemon, in the same order. The
+//! VMM is QEMU, unless the configuration gives it the habits of others ([`Vmm`]).
 //!
 //! Memory and rings stay when a connection ends, as a guest outlives its daemon. After the loss of
 //! a back end, the rings start again from the last used element. The fake guest has the buffers and
@@ -54,7 +55,20 @@ const SLOT_PAGES: u64 = 67;
 /// Largest number of descriptors in a slot's indirect table.
 const INDIRECT_MAX: usize = (PAGE_BYTES / 16) as usize;
 
-/// Configuration of a [`FakeGuest`] and of the QEMU that it simulates.
+/// Habits of a VMM in which it differs from QEMU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Vmm {
+    /// The VMM does not report a reset of the device: it disables the rings and sends neither
+    /// GET_VRING_BASE nor RESET_DEVICE. Cloud Hypervisor and user-mode Linux send no RESET_DEVICE.
+    pub silent_resets: bool,
+    /// After the loss of its back end, the VMM starts the rings at their available index instead of
+    /// the used index, and so skips the requests in flight. Cloud Hypervisor does so up to v53.
+    pub skips_in_flight: bool,
+    /// All queues share one call eventfd, as with virtio-mmio, which has one interrupt.
+    pub one_interrupt: bool,
+}
+
+/// Configuration of a [`FakeGuest`] and of the VMM that it simulates.
 #[derive(Clone, Debug)]
 pub struct GuestConfig {
     /// Name of the guest, for error messages.
@@ -82,6 +96,8 @@ pub struct GuestConfig {
     /// Whether the guest sends its memory regions one by one (ADD_MEM_REG) instead of in a table
     /// (SET_MEM_TABLE), if the daemon offers that.
     pub mem_slots: bool,
+    /// Habits in which the VMM differs from QEMU.
+    pub vmm: Vmm,
     /// Whether the guest requests an acknowledgement of every vhost-user message, so that the
     /// caller notices every refusal. QEMU requests only the acknowledgement of the memory table.
     pub acknowledged: bool,
@@ -113,6 +129,7 @@ impl Default for GuestConfig {
             slots: 24,
             cut: Cut::Natural,
             mem_slots: false,
+            vmm: Vmm::default(),
             acknowledged: true,
             reply_timeout: Duration::from_secs(10),
         }
@@ -290,13 +307,17 @@ impl FakeGuest {
             (false, true) => GuestRam::of_one_file(&config.ram)?,
             (false, false) => GuestRam::new(&config.ram, config.sealed)?,
         };
-        let mut queues = Vec::new();
+        let mut queues = Vec::<Queue>::new();
         for _ in 0..=config.request_queues {
             let layout = RingLayout::alloc(&ram, config.queue_size);
+            let call = match queues.first() {
+                Some(first) if config.vmm.one_interrupt => first.call.try_clone()?,
+                _ => EventFd::new(EFD_NONBLOCK)?,
+            };
             queues.push(Queue {
                 ring: DriverRing::new(ram.clone(), layout),
                 kick: EventFd::new(EFD_NONBLOCK)?,
-                call: EventFd::new(EFD_NONBLOCK)?,
+                call,
                 err: EventFd::new(EFD_NONBLOCK)?,
                 base: 0,
             });
@@ -502,10 +523,7 @@ impl FakeGuest {
         for i in 0..self.queues.len() {
             self.start_ring(i)?;
         }
-        for i in 0..self.queues.len() {
-            let r = self.link()?.frontend.set_vring_enable(i, true);
-            self.message("SET_VRING_ENABLE", r)?;
-        }
+        self.enable_rings(true)?;
         self.link()?.started = true;
         self.read_config()?;
         for q in &self.queues {
@@ -622,11 +640,16 @@ impl FakeGuest {
     /// # Errors
     /// When the daemon does not answer.
     pub fn stop(&mut self) -> Result<Vec<u16>, GuestError> {
+        self.enable_rings(false)?;
+        self.get_vring_bases()
+    }
+
+    fn enable_rings(&mut self, enable: bool) -> Result<(), GuestError> {
         for i in 0..self.queues.len() {
-            let r = self.link()?.frontend.set_vring_enable(i, false);
+            let r = self.link()?.frontend.set_vring_enable(i, enable);
             self.message("SET_VRING_ENABLE", r)?;
         }
-        self.get_vring_bases()
+        Ok(())
     }
 
     /// Sends GET_VRING_BASE for every queue, without disabling the queues first. Returns the base
@@ -651,14 +674,26 @@ impl FakeGuest {
     /// Resets the device as a reboot does: stops the rings, sends RESET_DEVICE, forgets all
     /// requests in flight and empties the rings. The next [`Self::start`] finds another generation.
     ///
+    /// With [`Vmm::silent_resets`], only disables the rings, and places new rings elsewhere in
+    /// guest memory.
+    ///
     /// # Errors
     /// When the daemon does not answer, or does not offer RESET_DEVICE.
     pub fn reset(&mut self) -> Result<(), GuestError> {
-        if self.link()?.started {
-            self.stop()?;
+        if self.config.vmm.silent_resets {
+            self.enable_rings(false)?;
+            self.link()?.started = false;
+            for q in &mut self.queues {
+                let layout = RingLayout::alloc(&self.ram, self.config.queue_size);
+                q.ring = DriverRing::new(self.ram.clone(), layout);
+            }
+        } else {
+            if self.link()?.started {
+                self.stop()?;
+            }
+            let r = self.link()?.frontend.reset_device();
+            self.message("RESET_DEVICE", r)?;
         }
-        let r = self.link()?.frontend.reset_device();
-        self.message("RESET_DEVICE", r)?;
         for q in &mut self.queues {
             q.ring.reset();
             q.base = 0;
@@ -669,11 +704,15 @@ impl FakeGuest {
     }
 
     /// Drops the connection, because the daemon has ended or to simulate a guest that has ended.
-    /// The next start of the rings continues after the last used element, as with QEMU.
+    /// The next start of the rings continues after the last used element, as with QEMU, or skips the
+    /// requests in flight ([`Vmm::skips_in_flight`]).
     pub fn disconnect(&mut self) {
         self.link = None;
         for q in &mut self.queues {
-            q.base = q.ring.used_idx_in_memory();
+            q.base = match self.config.vmm.skips_in_flight {
+                true => q.ring.avail_idx_in_memory(),
+                false => q.ring.used_idx_in_memory(),
+            };
         }
     }
 

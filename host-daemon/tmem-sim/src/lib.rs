@@ -22,7 +22,7 @@ pub mod skip;
 
 pub use content::Content;
 pub use driver::{Driver, DriverConfig};
-pub use frontend::{DeviceConfig, Done, FakeGuest, GuestConfig, GuestError};
+pub use frontend::{DeviceConfig, Done, FakeGuest, GuestConfig, GuestError, Vmm};
 pub use memory::{DirtyLog, GuestRam, RamRegion};
 pub use model::{Key, Model, Violation};
 pub use requests::{Answer, Cut, Encoded, Page, PageAnswer, PutPage, Range, RefPage, Request};

@@ -102,6 +102,9 @@ pub struct VringState {
     ready: bool,
     /// Whether the daemon has compared the used index with the base since the last SET_VRING_BASE.
     synced: bool,
+    /// Whether the ring has run since the connection or the generation began. The index of its next
+    /// chain then shows whether the driver continues the ring or has set it up again.
+    has_run: bool,
     /// Reason why the daemon stopped the ring until the VMM sets it up again; None if the ring is
     /// not stopped.
     stopped: Option<String>,
@@ -214,6 +217,13 @@ fn used_ring_fault(error: virtio_queue::Error) -> Halt {
     Halt::Fault(format!("the used ring cannot be accessed: {error}"))
 }
 
+/// Returns true if `base` is the index of a chain in flight, or of the next chain, of a ring with
+/// these used and available indices and `size` descriptors.
+fn is_in_flight(used: u16, base: u16, avail: u16, size: u16) -> bool {
+    let in_flight = avail.wrapping_sub(used);
+    in_flight <= size && base.wrapping_sub(used) <= in_flight
+}
+
 /// Takes the next chain from the available ring. Returns None if no chain is available.
 fn next_chain<'m>(
     state: &mut VringState,
@@ -320,6 +330,7 @@ impl Vring {
                 retain: false,
                 ready: false,
                 synced: false,
+                has_run: false,
                 stopped: None,
                 polling: Polling::default(),
                 unfinished: None,
@@ -722,7 +733,8 @@ impl Vring {
 
     /// Applies the VMM's settings of the ring: locates its parts in guest memory. When all parts
     /// are in guest memory and the VMM has started the ring, compares the used index with the base
-    /// once, and stops the ring if they differ. The caller must have the vring's lock.
+    /// once. The ring starts at its used index, and stops if the base is not an index of a chain in
+    /// flight or of the next chain. The caller must have the vring's lock.
     pub fn configure(&self, state: &mut VringState) {
         state.ready = false;
         let Some(addresses) = state.addresses else {
@@ -755,25 +767,35 @@ impl Vring {
         }
         state.queue.set_ready(true);
         if !state.synced && state.kick.is_some() {
-            match state.queue.used_idx(&memory.guest, Ordering::Acquire) {
-                Ok(used) if used.0 == state.queue.next_avail() => {
-                    state.queue.set_next_used(used.0);
+            let queue = &state.queue;
+            let indices = queue
+                .used_idx(&memory.guest, Ordering::Acquire)
+                .and_then(|used| {
+                    Ok((used.0, queue.avail_idx(&memory.guest, Ordering::Acquire)?.0))
+                });
+            let base = queue.next_avail();
+            match indices {
+                // A VMM that lost its back end may start at the available index. The chains in
+                // flight would then never be answered. Their buffers still belong to the device, and
+                // requests can be repeated, so the ring starts at its used index.
+                Ok((used, avail)) if is_in_flight(used, base, avail, queue.size()) => {
+                    state.queue.set_next_avail(used);
+                    state.queue.set_next_used(used);
                     state.synced = true;
+                    state.has_run = true;
                 }
-                Ok(used) => {
-                    let base = state.queue.next_avail();
+                Ok((used, avail)) => {
                     self.stop(
                         state,
                         format!(
-                            "the VMM starts the ring at {base}, but its used index is {}: requests in \
-                             between would never be answered, or be answered twice",
-                            used.0
+                            "the VMM starts the ring at {base}, but its used index is {used} and its \
+                             available index is {avail}: requests would be answered twice, or never"
                         ),
                     );
                     return;
                 }
                 Err(error) => {
-                    self.stop(state, format!("the used ring cannot be accessed: {error}"));
+                    self.stop(state, format!("the ring cannot be accessed: {error}"));
                     return;
                 }
             }
@@ -804,6 +826,17 @@ impl VringState {
         self.ready = false;
         self.synced = false;
         self.stopped = None;
+    }
+
+    /// Returns false if the ring has run and would continue at another index than `base`. The driver
+    /// has then set up the ring again, after a reset of the device that the VMM did not report.
+    pub fn continues_at(&self, base: u16) -> bool {
+        !self.has_run || self.queue.next_avail() == base
+    }
+
+    /// Forgets the index at which the ring would continue: the ring may start at any base.
+    pub fn forget_index(&mut self) {
+        self.has_run = false;
     }
 
     fn interrupt(&mut self, memory: &GuestMemory, vm: &Vm) -> Result<(), String> {

@@ -259,10 +259,18 @@ impl Device {
 
     /// Resets the device: empties the VM's tenant, begins a new generation and disables all rings.
     fn reset(&mut self) -> Result<()> {
+        self.hold(&self.vrings, |states| {
+            states.iter_mut().for_each(|state| state.enabled = false);
+        });
+        self.begin_generation()
+    }
+
+    /// Empties the VM's tenant and begins a new generation.
+    fn begin_generation(&mut self) -> Result<()> {
         let clock = &self.link.clock;
         let generation = clock.new_generation().map_err(Error::ReqHandlerError)?;
         self.hold(&self.vrings, |states| {
-            states.iter_mut().for_each(|state| state.enabled = false);
+            states.iter_mut().for_each(|state| state.forget_index());
             self.vm().clear();
             self.link.generation.store(generation, Ordering::SeqCst);
         });
@@ -421,10 +429,22 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
         let base = u16::try_from(base)
             .map_err(|_| failed(format!("virtqueue {index} cannot start at index {base}")))?;
-        self.hold_one(index, |vring, state| {
+        // A VMM need not send GET_VRING_BASE before, so this message stops the ring, too, until the
+        // next SET_VRING_KICK. The ring must not start at its new base with its old addresses.
+        let continues = self.hold_one(index, |vring, state| {
+            self.drop_kick(vring, state);
+            let continues = state.continues_at(base);
             state.set_base(base);
             vring.configure(state);
-        })
+            continues
+        })?;
+        if !continues {
+            self.vm().info(format_args!(
+                "the driver has set up virtqueue {index} again: its device was reset"
+            ));
+            self.begin_generation()?;
+        }
+        Ok(())
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {

@@ -90,13 +90,33 @@ fn an_answer_out_of_order_is_never_published() {
 }
 
 #[test]
-fn a_ring_base_that_differs_from_the_used_index_is_refused() {
-    for (base, used) in [(1, 0), (0, 1), (0, u16::MAX)] {
-        let guest = guest_at(base, used);
+fn a_ring_base_that_is_no_index_in_flight_is_refused() {
+    let size = SIZE;
+    for (base, used, avail) in [
+        (1, 0, 0),
+        (0, 1, 1),
+        (0, 1, 0),
+        (4, 0, 3),
+        (0, 2, 3),
+        (0, 0, size + 1),
+        (2, u16::MAX, 1),
+    ] {
+        let guest = guest_with_indices(base, used, avail);
         let reason = guest.stopped().expect("the queue did not stop");
         assert!(
             reason.contains(&format!("starts the ring at {base}")),
             "the reason for the stop does not give base {base}: {reason}"
+        );
+    }
+    // A VMM that lost its back end replays the chains in flight, or skips some or all of them. The
+    // ring starts at its used index in each case.
+    for (base, used, avail) in [(0, 0, size), (size, 0, size), (2, 0, 3), (1, u16::MAX, 1)] {
+        let guest = guest_with_indices(base, used, avail);
+        assert_eq!(guest.stopped(), None, "base {base} is an index in flight");
+        let state = guest.vring.lock();
+        assert_eq!(
+            (state.queue.next_avail(), state.queue.next_used()),
+            (used, used)
         );
     }
     let mut guest = guest_at(u16::MAX, u16::MAX);

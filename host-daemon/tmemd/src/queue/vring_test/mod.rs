@@ -77,8 +77,14 @@ impl SimulatedClock for Clock {
 }
 
 /// Creates a guest whose ring the VMM starts with the base `base`, while the used index in guest
-/// memory is `used`.
+/// memory is `used` and no chain is in flight.
 fn guest_at(base: u16, used: u16) -> Guest {
+    guest_with_indices(base, used, used)
+}
+
+/// Creates a guest whose ring the VMM starts with the base `base`, while the indices in guest memory
+/// are `used` and `avail`.
+fn guest_with_indices(base: u16, used: u16, avail: u16) -> Guest {
     notifier::prepare().expect("cannot create the kernel's AIO context");
     let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
     ftruncate(&file, MEMORY_BYTES).expect("cannot set the length of the memfd");
@@ -119,10 +125,12 @@ fn guest_at(base: u16, used: u16) -> Guest {
     });
     let vring = Vring::new(1, 0, link.clone());
     let call = eventfd(0, EventfdFlags::NONBLOCK).expect("cannot create an eventfd");
-    memory
-        .guest
-        .store(used.to_le(), GuestAddress(USED + 2), Ordering::Release)
-        .expect("the address is outside of the guest's memory");
+    for (index, ring) in [(used, USED), (avail, AVAIL)] {
+        memory
+            .guest
+            .store(index.to_le(), GuestAddress(ring + 2), Ordering::Release)
+            .expect("the address is outside of the guest's memory");
+    }
     {
         let mut state = vring.lock();
         state.queue.set_size(SIZE);
