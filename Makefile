@@ -179,6 +179,7 @@ shard-retain: deps-test all
 
 # Runs the tests of guests in user-mode Linux. The first run builds the guests' kernel.
 shard-native: deps-test daemon
+	$(CARGO) build --release $(MANIFEST) -p tmem-sim --bin vhost-proxy
 	cd tests && ./python -m pytest vm/test_native.py
 
 $(addprefix shard-,$(CHECKING)): shard-kernel-%: deps-test all
