@@ -31,12 +31,19 @@ MEMORY = 768 * MIB
 POOL = 256
 FILLED = 160
 GROUP = "/sys/fs/cgroup/machine"
+# The daemon's unit has the same score.
+OOM_SCORE = "echo 900 >/proc/self/oom_score_adj"
 
 
 @pytest.fixture(scope="module")
 def fill() -> Path:
     """Returns the program that fills a pool, which cargo builds."""
-    command = ["cargo", "build", "--release", "--locked", "-p", "tmemd", "--example", "fill"]
+    return example("fill")
+
+
+def example(name: str) -> Path:
+    """Builds an example program of tmemd and returns its path."""
+    command = ["cargo", "build", "--release", "--locked", "-p", "tmemd", "--example", name]
     command += ["--message-format", "json", "--manifest-path", str(ROOT / "host-daemon/Cargo.toml")]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     built = [json.loads(line).get("executable") for line in done.stdout.splitlines()]
@@ -65,9 +72,11 @@ class Host:
         before: str = "",
         *,
         aio_operations: int | None = None,
+        more: tuple[Path, ...] = (),
     ) -> None:
         tmemd = host_binary("tmemd")
-        files = {"/bin/tmemd": tmemd, "/bin/fill": fill, **libraries(tmemd, fill)}
+        programs = (tmemd, fill, *more)
+        files = {f"/bin/{program.name}": program for program in programs} | libraries(*programs)
         config = Config(kernel, memory_bytes=MEMORY, cpus=2, files=files)
         self.guest: Guest = session.vm(config).start()
         self.guest.sh("mkdir -p /run /big; mount -t tmpfs -o size=100% tmpfs /big")
@@ -76,9 +85,8 @@ class Host:
         if aio_operations is not None:
             self.guest.sh(f"echo {aio_operations} >/proc/sys/fs/aio-max-nr")
         command = f"tmemd --pool-size {POOL}MiB --control /run/control {arguments}"
-        self.daemon = self.guest.start(
-            f"{joined(before)} exec {command} --vm socket=/run/vm.sock,name=vm 2>&1", 1200
-        )
+        command = f"{joined(before)} exec {command} --vm socket=/run/vm.sock,name=vm 2>&1"
+        self.daemon = self.guest.start(f"{OOM_SCORE}; {command}", 1200)
         until(
             lambda: self.guest.run("test -S /run/control").status == 0,
             60,
@@ -177,6 +185,32 @@ def test_pool_shrinks_under_memory_pressure_of_its_cgroup(
         60,
         "the pool holds 32 MiB less",
     )
+
+
+def test_burst_ends_no_process_but_the_daemon(session: Session, kernel: Kernel, fill: Path) -> None:
+    """A process takes three quarters of a full pool, as fast as it can.
+
+    The pool gives way in time, or the kernel ends the daemon, but it ends no other process. Which
+    of the two happens depends on how fast the VM's processors release memory.
+    """
+    take = example("take")
+    watch = "--host-free-min 1MiB --memory-pressure none"
+    host = Host(session, kernel, fill, watch, more=(take,))
+    # Without the pool's memory, the process cannot have so much, but it can with it.
+    taken = host.available() // MIB + FILLED * 3 // 4
+    taker = host.guest.start(f"exec take {taken} 0 2>&1", 300)
+    until(taker.done, 240, "the process has the memory")
+    print(taker.stdout().decode(), killed(host.guest), sep="\n")
+    assert taker.wait().status == 0, "the process that needs memory was ended"
+    assert killed(host.guest) in ([], ["tmemd"])
+
+
+def killed(guest: Guest) -> list[str]:
+    """Returns the names of the processes that the kernel has ended because memory was used up."""
+    names = re.findall(r"Out of memory: Killed process \d+ \((\S+)\)", guest.sh("dmesg"))
+    count = int(guest.sh("awk '/^oom_kill / { print $2 }' /proc/vmstat"))
+    assert count == len(names), (count, names)
+    return names
 
 
 @pytest.mark.parametrize("operations", [1, 0])

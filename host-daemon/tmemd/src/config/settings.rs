@@ -181,7 +181,7 @@ pub fn background_threads_default() -> usize {
 
 /// Returns the default of `host_free_min`, the memory that the pool leaves available on the host,
 /// in bytes. The default is a 32nd of the host's memory, at most 1 GiB. With a 32nd available, the
-/// kernel does not have to reclaim urgently. The host seldom uses 1 GiB within the second between
+/// kernel does not have to reclaim urgently. The host seldom uses 1 GiB within the 100 ms between
 /// two readings of its memory.
 pub fn host_free_min_default() -> u64 {
     (host_memory_bytes() / 32).min(1 << 30)

@@ -2,8 +2,9 @@
 //! Shrinks the pool when the host is short of memory, and lets it grow again later.
 //!
 //! A thread reads the available memory of the host and how long tasks waited for memory (PSI). It
-//! does so at least once a second, and at once when the kernel reports such waits. The pool shrinks
-//! in steps by the amount that is missing. Waits count only while little memory is left on the host
+//! does so at least once a second, ten times a second while a burst could use up the available memory
+//! within a second, and at once when the kernel reports such waits. The pool shrinks in steps by the
+//! amount that is missing, and by the amount that a burst will take until the next reading. Waits count only while little memory is left on the host
 //! or in the daemon's control group: tasks of a control group also wait because of that group's own
 //! limit, and a smaller pool does not help them. After a quiet period the pool grows back slowly: if it
 //! grew as fast as it shrank, its size would oscillate. A pool contains only copies of pages, so
@@ -26,14 +27,20 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tmem_pool::{AdmissionError, Engine, Quota, Tenant};
 
-/// Time between two readings of the host's memory if the kernel reports no waits for memory. Guests
-/// of a host may use several GiB in this time, so `host_free_min_bytes` must suffice for it.
+/// Time between two readings of the host's memory while it has plenty, see [`BURST_BYTES`], and the
+/// kernel reports no waits for memory.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Shortest time between two readings of the host's memory after the kernel has reported waits.
-/// Freeing memory takes a part of this time, and the host's available memory changes only
-/// afterwards.
+/// Time between two readings of the host's memory while little is available, and shortest time
+/// between two readings. `host_free_min` must suffice for what other processes take in this time. At
+/// its usual value of 1 GiB, it suffices for 10 GiB/s. Ten readings a second cost less than a
+/// thousandth of a processor.
 const PERIOD_MIN: Duration = Duration::from_millis(100);
+
+/// Memory in bytes that other processes may take within [`PERIOD`]. A processor takes 1 to 3 GiB/s
+/// if it touches new memory, and a VM with huge pages or several processors takes more. While the
+/// host has less than this in addition to `host_free_min`, the memory is read each [`PERIOD_MIN`].
+const BURST_BYTES: u64 = 8 << 30;
 
 /// Divisor of [`STALL_WINDOW`]. The host counts as short of memory if some task waited for memory
 /// during a tenth of the window.
@@ -45,8 +52,13 @@ const STALL_WINDOW: Duration = Duration::from_secs(2);
 
 /// Divisor of the memory that the pool holds: one step frees at most an eighth of that memory when
 /// host memory is missing. The limit keeps a reading that is out of date, for example after a
-/// burst, from emptying the pool. After eight steps, a third of the memory is left.
+/// burst, from emptying the pool. After eight steps, a third of the memory is left. During a burst,
+/// a step may free more: [`BURST_STEPS`] times the amount that the burst takes.
 const SHRINK_PART: u64 = 8;
+
+/// Number of periods of a burst whose memory one step may free: the period that has just ended, and
+/// the next one.
+const BURST_STEPS: u64 = 2;
 
 /// Divisor of the memory that the pool holds: one step frees a 16th of that memory when tasks wait
 /// although `host_free_min` is available. These tasks may wait because of a limit of their own,
@@ -110,6 +122,34 @@ enum Reason {
     Calm,
 }
 
+/// Recognizes a burst: other processes that take memory at two readings in a row. A single drop is
+/// no burst, so an allocation that has ended does not make the pool smaller than necessary.
+///
+/// The kernel keeps some of the memory that the pool releases in lists of each processor, and does
+/// not count it as available. This memory looks as if another process had taken it, so it may cost
+/// the pool twice its size.
+#[derive(Debug, Default)]
+struct Burst {
+    /// Time of the last reading, and the bytes that the host had available or that the pool held. The
+    /// sum does not change while the pool releases memory.
+    last: Option<(Instant, u64)>,
+    /// Bytes by which the sum fell before the last reading, for each [`PERIOD_MIN`].
+    drop_bytes: u64,
+}
+
+impl Burst {
+    /// Takes a reading: `left_bytes` are available on the host or held by the pool. Returns the bytes
+    /// that other processes will take in the next [`PERIOD_MIN`] if the burst continues.
+    fn read(&mut self, now: Instant, left_bytes: u64) -> u64 {
+        let before = std::mem::replace(&mut self.drop_bytes, 0);
+        if let Some((at, bytes)) = self.last.replace((now, left_bytes)) {
+            let periods = (now - at).div_duration_f64(PERIOD_MIN).max(1.0);
+            self.drop_bytes = (bytes.saturating_sub(left_bytes) as f64 / periods) as u64;
+        }
+        self.drop_bytes.min(before)
+    }
+}
+
 /// Change of the pool's size that the governor has decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Change {
@@ -129,6 +169,9 @@ struct Governor {
     /// short of memory.
     calm_since: Option<Instant>,
     grown: Option<Instant>,
+    burst: Burst,
+    /// Memory in bytes that other processes will probably take before the next reading.
+    burst_bytes: u64,
 }
 
 impl Governor {
@@ -139,6 +182,17 @@ impl Governor {
             size_bytes: full_bytes,
             calm_since: None,
             grown: None,
+            burst: Burst::default(),
+            burst_bytes: 0,
+        }
+    }
+
+    /// Returns the time until the host's memory should be read again.
+    fn period(&self, available: Available) -> Duration {
+        let plenty_bytes = self.free_min_bytes.saturating_add(BURST_BYTES);
+        match available.host_bytes {
+            Some(bytes) if bytes < plenty_bytes => PERIOD_MIN,
+            _ => PERIOD,
         }
     }
 
@@ -189,12 +243,22 @@ impl Governor {
         reserved_bytes: impl FnOnce() -> u64,
     ) -> Option<Change> {
         let available_bytes = readings.available.host_bytes.unwrap_or(u64::MAX);
-        let missing_bytes = self.free_min_bytes.saturating_sub(available_bytes);
+        let left_bytes = available_bytes.saturating_add(held_bytes);
+        self.burst_bytes = self.burst.read(now, left_bytes);
+        // Memory that the pool holds above its size is being released, and counts as available
+        // already. Otherwise the pool would release it twice.
+        let released_bytes = held_bytes.saturating_sub(self.size_bytes);
+        let wanted_bytes = self.free_min_bytes.saturating_add(self.burst_bytes);
+        let missing_bytes =
+            wanted_bytes.saturating_sub(available_bytes.saturating_add(released_bytes));
         let (size_bytes, reason) = if missing_bytes > 0 {
-            let size_bytes = self.shrunk(held_bytes, missing_bytes, SHRINK_PART, 0);
+            let part_bytes = (held_bytes.min(self.size_bytes) / SHRINK_PART)
+                .max(self.burst_bytes.saturating_mul(BURST_STEPS));
+            let size_bytes = self.shrunk(held_bytes, missing_bytes, part_bytes, 0);
             (size_bytes, Reason::HostShort)
         } else if self.is_stalled(readings) {
-            let size_bytes = self.shrunk(held_bytes, u64::MAX, STALL_SHRINK_PART, reserved_bytes());
+            let part_bytes = held_bytes.min(self.size_bytes) / STALL_SHRINK_PART;
+            let size_bytes = self.shrunk(held_bytes, u64::MAX, part_bytes, reserved_bytes());
             (size_bytes, Reason::Stalls)
         } else {
             (self.grow(now, available_bytes), Reason::Calm)
@@ -205,15 +269,21 @@ impl Governor {
         })
     }
 
-    /// Returns the pool's size in bytes after a step that frees `wanted_bytes`, or less: at most one
-    /// of `part` parts of the memory that the pool holds. The size does not fall below `least_bytes`.
-    fn shrunk(&mut self, held_bytes: u64, wanted_bytes: u64, part: u64, least_bytes: u64) -> u64 {
+    /// Returns the pool's size in bytes after a step that frees `wanted_bytes`, but at most the larger
+    /// of `part_bytes` and [`SHRINK_BYTES_MIN`]. The size does not fall below `least_bytes`.
+    fn shrunk(
+        &mut self,
+        held_bytes: u64,
+        wanted_bytes: u64,
+        part_bytes: u64,
+        least_bytes: u64,
+    ) -> u64 {
         self.calm_since = None;
         // The step is subtracted from the memory that the pool holds, not from the pool's size.
         // Memory that the pool does not hold cannot help the host. The new size also keeps the pool
         // from taking more memory now.
         let held_bytes = held_bytes.min(self.size_bytes);
-        let step_bytes = wanted_bytes.min((held_bytes / part).max(SHRINK_BYTES_MIN));
+        let step_bytes = wanted_bytes.min(part_bytes.max(SHRINK_BYTES_MIN));
         held_bytes
             .saturating_sub(step_bytes)
             .max(POOL_BYTES_MIN)
@@ -411,9 +481,11 @@ impl PoolSize {
         self.lock().free_min_bytes = free_min_bytes;
     }
 
-    /// Resizes the pool if the new readings of the host require it.
-    fn follow(&self, now: Instant, readings: Readings) {
+    /// Resizes the pool if the new readings of the host require it. Returns the time until the host's
+    /// memory should be read again.
+    fn follow(&self, now: Instant, readings: Readings) -> Duration {
         let mut governor = self.lock();
+        let period = governor.period(readings.available);
         let before_bytes = governor.size_bytes;
         let Available {
             host_bytes,
@@ -425,7 +497,7 @@ impl PoolSize {
         let reserved_bytes = || self.engine.reserved_bytes();
         let step = governor.step(now, readings, self.engine.held_bytes(), reserved_bytes);
         let Some(change) = step else {
-            return;
+            return period;
         };
         let counter = match change.reason {
             Reason::HostShort => &self.shrinks_memory,
@@ -435,6 +507,7 @@ impl PoolSize {
         counter.fetch_add(1, Relaxed);
         let why = why(change.reason, &governor, readings);
         self.resized(governor, before_bytes, format_args!("{why}"));
+        period
     }
 
     /// Shrinks the pool to free memory for another process. Waits for at most [`ROOM_WAIT`] until
@@ -510,10 +583,19 @@ fn why(reason: Reason, governor: &Governor, readings: Readings) -> String {
     };
     let free_min_bytes = governor.free_min_bytes;
     match reason {
-        Reason::HostShort => format!(
-            "the host has {available} of memory available, less than host_free_min, \
-             {free_min_bytes} bytes"
-        ),
+        Reason::HostShort => {
+            let burst = match governor.burst_bytes {
+                0 => String::new(),
+                bytes => format!(
+                    ", and the {bytes} bytes that other processes take in {} ms",
+                    PERIOD_MIN.as_millis()
+                ),
+            };
+            format!(
+                "the host has {available} of memory available, less than host_free_min, \
+                 {free_min_bytes} bytes{burst}"
+            )
+        }
         Reason::Stalls => {
             let group = readings.available.group_bytes.map(|bytes| {
                 format!(", and the daemon's control group may use {bytes} bytes more")
@@ -602,13 +684,13 @@ fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &H
             available: Available::read(config),
             stalled: stalls.has_stalled(total_us, now),
         };
-        size.follow(now, readings);
+        let period = size.follow(now, readings);
         heartbeat.rest();
         // A PSI trigger that has fired does not fire again within its window, even if the shortage
-        // continues. The thread therefore also reads the host's memory after [`PERIOD`] without a
+        // continues. The thread therefore also reads the host's memory after `period` without a
         // report.
         let begun = Instant::now();
-        if !wait(trigger.as_ref(), stop, PERIOD) {
+        if !wait(trigger.as_ref(), stop, period) {
             return;
         }
         let rest = PERIOD_MIN.saturating_sub(begun.elapsed());
@@ -687,6 +769,161 @@ mod tests {
         }
     }
 
+    /// Simulated host on which other processes take memory at a constant rate.
+    struct BurstHost {
+        governor: Governor,
+        now: Instant,
+        available: u64,
+        /// Memory in bytes that the pool holds. It follows the pool's size with a delay.
+        held: u64,
+        /// Bytes that the pool releases in a second.
+        release_rate: u64,
+        /// Bytes of released memory that the kernel will keep in lists of each processor and will not
+        /// count as available.
+        hidden: u64,
+        /// Smallest amount of memory in bytes that was available so far.
+        least: u64,
+        until_reading: Duration,
+    }
+
+    impl BurstHost {
+        const TICK: Duration = Duration::from_millis(10);
+
+        fn new(available: u64, release_rate: u64) -> BurstHost {
+            BurstHost {
+                governor: Governor::new(FREE_MIN, FULL),
+                now: Instant::now(),
+                available,
+                held: FULL,
+                release_rate,
+                hidden: 0,
+                least: available,
+                until_reading: Duration::ZERO,
+            }
+        }
+
+        /// Lets time pass while other processes take `rate` bytes in a second.
+        fn pass(&mut self, time: Duration, rate: u64) {
+            let part = |rate: u64| rate * BurstHost::TICK.as_millis() as u64 / 1000;
+            let end = self.now + time;
+            while self.now < end {
+                if self.until_reading.is_zero() {
+                    let available = Available {
+                        host_bytes: Some(self.available),
+                        ..Available::default()
+                    };
+                    let readings = Readings {
+                        available,
+                        stalled: false,
+                    };
+                    self.governor.step(self.now, readings, self.held, || 0);
+                    self.until_reading = self.governor.period(available);
+                }
+                let over = self.held.saturating_sub(self.governor.size_bytes);
+                let released = over.min(part(self.release_rate));
+                self.held -= released;
+                let hidden = released.min(self.hidden);
+                self.hidden -= hidden;
+                self.available = (self.available + released - hidden).saturating_sub(part(rate));
+                self.least = self.least.min(self.available);
+                self.now += BurstHost::TICK;
+                self.until_reading -= BurstHost::TICK;
+            }
+        }
+    }
+
+    /// Other processes take as much memory as the pool has. At first, the host has more memory
+    /// available than the pool keeps available, or exactly that much.
+    #[test]
+    fn the_host_is_not_out_of_memory_in_a_burst_that_the_pool_can_follow() {
+        for rate in [GIB, 3 * GIB, 6 * GIB] {
+            for available in [
+                FREE_MIN,
+                2 * FREE_MIN,
+                5 * FREE_MIN,
+                10 * FREE_MIN,
+                30 * GIB,
+            ] {
+                let mut host = BurstHost::new(available, rate + rate / 4);
+                host.pass(Duration::from_secs(10), 0);
+                assert_eq!(host.held, FULL, "the pool shrank without a burst");
+                let taken = available - FREE_MIN + FULL - POOL_BYTES_MIN;
+                host.pass(Duration::from_millis(taken / (rate / 1000)), rate);
+                assert!(
+                    host.least > FREE_MIN / 16,
+                    "with {available} bytes at first, a burst of {rate} bytes/s left only {} bytes",
+                    host.least
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_burst_that_ends_costs_the_pool_little_more_than_the_burst_took() {
+        let hidden = 200 << 20;
+        for rate in [GIB, 3 * GIB, 5 * GIB] {
+            for (periods, hidden) in [(1, 0), (2, 0), (5, 0), (12, 0), (3, hidden), (12, hidden)] {
+                let mut host = BurstHost::new(FREE_MIN, 2 * rate);
+                host.hidden = hidden;
+                host.pass(Duration::from_secs(10), 0);
+                let time = PERIOD_MIN * periods;
+                host.pass(time, rate);
+                host.pass(CALM / 2, 0);
+                let period_bytes = rate / 1000 * PERIOD_MIN.as_millis() as u64;
+                let taken = period_bytes * u64::from(periods);
+                let lost = FULL - host.held;
+                assert!(
+                    (taken..=taken + 2 * period_bytes + 2 * hidden).contains(&lost),
+                    "a burst of {taken} bytes at {rate} bytes/s cost the pool {lost} bytes"
+                );
+            }
+        }
+    }
+
+    /// Each reading shows less memory than before, and the pool has not yet released what it was
+    /// told to release. The pool must not release that memory twice.
+    #[test]
+    fn memory_that_the_pool_still_has_to_release_counts_as_available() {
+        let mut host = BurstHost::new(FREE_MIN / 2, 0);
+        host.pass(Duration::from_secs(5), 0);
+        assert_eq!(host.governor.size_bytes, FULL - FREE_MIN / 2);
+    }
+
+    /// Without a burst, a reading that stays low although the pool releases memory may be out of
+    /// date.
+    #[test]
+    fn only_a_burst_lifts_the_limit_of_a_step() {
+        let step = |available: [u64; 3]| {
+            let mut governor = Governor::new(FREE_MIN, FULL);
+            let mut now = Instant::now();
+            for available in available {
+                now += PERIOD_MIN;
+                let readings = Readings {
+                    available: Available {
+                        host_bytes: Some(available),
+                        ..Available::default()
+                    },
+                    stalled: false,
+                };
+                governor.step(now, readings, GIB, || 0);
+            }
+            GIB - governor.size_bytes.min(GIB)
+        };
+        // One drop, and memory that was missing already at the first reading.
+        assert_eq!(step([5 * GIB, 5 * GIB, 0]), GIB / SHRINK_PART);
+        // A burst of 600 MiB in each period: what is missing now and will be missing at the next
+        // reading.
+        let per_period = 600 << 20;
+        assert_eq!(
+            step([GIB + 2 * per_period, GIB + per_period, GIB]),
+            per_period
+        );
+        assert_eq!(
+            step([GIB + per_period, GIB, GIB - (100 << 20)]),
+            2 * (100 << 20)
+        );
+    }
+
     #[test]
     fn requested_host_memory_is_released_at_once_and_stays_free() {
         let mut host = TestHost::new(12 * GIB);
@@ -726,10 +963,12 @@ mod tests {
             FULL,
             "the pool shrank although enough memory is available"
         );
-        host.others = 6 * GIB;
+        let free_min = 3 * GIB;
+        host.governor.free_min_bytes = free_min;
+        host.others = FULL;
         let steps = (1..100).find(|_| {
             host.step(false);
-            host.available() >= FREE_MIN
+            host.available() >= free_min
         });
         assert!(
             steps.unwrap() < 10,
@@ -873,7 +1112,9 @@ mod tests {
                 assert!(steps < 200, "the pool still shrinks after {steps} steps");
             }
         };
-        let short = FREE_MIN + 1;
+        // Other processes take what the pool releases, so the host needs more than the minimum not
+        // to be short of memory.
+        let short = 2 * FREE_MIN;
         assert_eq!(stalled(None, short, 3 * GIB), 3 * GIB);
         assert_eq!(stalled(None, short, 0), POOL_BYTES_MIN);
         // An operator may have reserved more than the pool has now.
