@@ -15,7 +15,7 @@ use std::io::Read;
 use std::net::Shutdown;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -80,6 +80,8 @@ pub struct GuestConfig {
     /// Whether the memory files (memfds) of the RAM consist of huge pages. They are then sealed,
     /// and the host must have enough free huge pages.
     pub huge: bool,
+    /// Directory of the files of the RAM, which have no name; None if they are memfds.
+    pub directory: Option<PathBuf>,
     /// Whether all RAM regions map the same memory, so that the guest can have more RAM than its
     /// host. All regions then have the same size.
     pub one_file: bool,
@@ -122,6 +124,7 @@ impl Default for GuestConfig {
             ],
             sealed: true,
             huge: false,
+            directory: None,
             one_file: false,
             request_queues: 2,
             queue_size: 128,
@@ -302,10 +305,11 @@ impl FakeGuest {
     /// # Errors
     /// When the kernel refuses memory or descriptors.
     pub fn new(config: GuestConfig) -> io::Result<Self> {
-        let ram = match (config.huge, config.one_file) {
-            (true, _) => GuestRam::huge(&config.ram)?,
-            (false, true) => GuestRam::of_one_file(&config.ram)?,
-            (false, false) => GuestRam::new(&config.ram, config.sealed)?,
+        let ram = match (&config.directory, config.huge, config.one_file) {
+            (Some(directory), _, _) => GuestRam::in_directory(&config.ram, directory)?,
+            (None, true, _) => GuestRam::huge(&config.ram)?,
+            (None, false, true) => GuestRam::of_one_file(&config.ram)?,
+            (None, false, false) => GuestRam::new(&config.ram, config.sealed)?,
         };
         let mut queues = Vec::<Queue>::new();
         for _ in 0..=config.request_queues {

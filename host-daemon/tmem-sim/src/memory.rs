@@ -9,10 +9,13 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{
+    MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create, open,
+};
 use vhost::VhostUserMemoryRegionInfo;
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
@@ -67,6 +70,19 @@ impl GuestRam {
     /// When the kernel does not have enough free huge pages.
     pub fn huge(regions: &[RamRegion]) -> io::Result<Arc<Self>> {
         Self::with(regions, true, MemfdFlags::HUGETLB)
+    }
+
+    /// Maps memory of files in `directory`, which have no name and which only their owner may write.
+    ///
+    /// # Errors
+    /// When the kernel refuses a file or a mapping.
+    pub fn in_directory(regions: &[RamRegion], directory: &Path) -> io::Result<Arc<Self>> {
+        Self::of(regions, |region| {
+            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+            let fd = open(directory, flags, Mode::RUSR | Mode::WUSR)?;
+            ftruncate(&fd, region.size_bytes)?;
+            Ok(fd.into())
+        })
     }
 
     /// Maps sealed memory in which all regions map the same bytes of one file.

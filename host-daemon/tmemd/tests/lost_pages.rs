@@ -2,7 +2,7 @@
 //! Tests of a VM that loses a page of its memory: the daemon disconnects this VM, and other VMs are
 //! not affected.
 //!
-//! Some tests run the daemon in the process of the test and remove a page from its mapping, which
+//! Other tests truncate files on tmpfs. Some tests run the daemon in the process of the test and remove a page from its mapping, which
 //! needs no privilege. Another test punches a hole into huge pages when the host has no free huge
 //! pages. That test needs root and unused huge pages. Without them, it is skipped and prints the
 //! reason.
@@ -11,7 +11,9 @@ mod common;
 
 use common::{Daemon, guest, seed, until, work};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, fallocate, flock, memfd_create};
+use rustix::fs::{
+    FallocateFlags, FlockOperation, MemfdFlags, fallocate, flock, ftruncate, memfd_create,
+};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::fs::{self, File};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -317,5 +319,92 @@ fn a_hole_in_huge_pages_ends_only_the_connection_of_its_vm() {
         index: 0,
     };
     assert!(!driver.index().contains_key(&key));
+    daemon.expect_alive();
+}
+
+/// A VMM truncates files of its guest's memory on tmpfs while the workers copy pages from and to
+/// that memory.
+#[test]
+fn a_truncated_file_ends_only_the_connection_of_its_vm() {
+    const ROUNDS: u64 = 24;
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let mut neighbour = daemon.driver("b", 1);
+    let mut ended = 0;
+    for round in 0..ROUNDS {
+        let config = GuestConfig {
+            directory: Some("/dev/shm".into()),
+            ..two_regions("a")
+        };
+        let mut driver = daemon.driver_with(config, DriverConfig::default());
+        work(&mut driver, 20);
+        let (pool, generation) = (driver.pool(), driver.guest.generation());
+        let page = |index| PutPage {
+            object: 50,
+            index,
+            cookie: 1 + index,
+            flags: 0,
+            page: Box::new([index as u8; 4096]),
+        };
+        let indexes = |number: u64| number * 64..(number + 1) * 64;
+        for number in 0..10 {
+            let put = Request::Put {
+                pool,
+                pages: indexes(number).map(page).collect(),
+            };
+            let get = Request::Get {
+                pool,
+                object: 50,
+                index: number * 64,
+                cookies: indexes(number).map(|index| 1 + index).collect(),
+                retain: 0,
+            };
+            for request in [put, get] {
+                let added = driver.guest.add(1, request, generation);
+                added.expect("the queue has no room for the request");
+            }
+        }
+        let files = driver.guest.ram().shared_regions().unwrap();
+        driver.guest.publish(1);
+        // The daemon has answered none of the requests, some of them, or all of them.
+        std::thread::sleep(std::time::Duration::from_micros(round * 100));
+        ftruncate(&files[1].2, 0).unwrap();
+        let answered = |driver: &Driver| {
+            let ring = driver.guest.ring(1);
+            ring.used_idx_in_memory() == ring.avail_idx_in_memory()
+        };
+        daemon.until(
+            "the VM is disconnected, or all requests are answered",
+            || has_ended(&mut driver) || answered(&driver),
+        );
+        ended += u64::from(has_ended(&mut driver));
+        work(&mut neighbour, 20);
+    }
+    assert!(ended > 0, "the daemon read no page of a truncated file");
+    let mut driver = daemon.driver("a", 2);
+    work(&mut driver, 200);
+    daemon.expect_alive();
+}
+
+/// The rings of a queue are in a file that the VMM truncates while the queue is stopped.
+#[test]
+fn a_truncated_file_with_rings_ends_only_the_connection_of_its_vm() {
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let mut neighbour = daemon.driver("b", 1);
+    let config = GuestConfig {
+        directory: Some("/dev/shm".into()),
+        ..two_regions("a")
+    };
+    let mut driver = daemon.driver_with(config, DriverConfig::default());
+    work(&mut driver, 50);
+    driver.guest.stop().unwrap();
+    let files = driver.guest.ram().shared_regions().unwrap();
+    ftruncate(&files[0].2, 0).unwrap();
+    let kick = EventFd::new(EFD_NONBLOCK).unwrap();
+    // The daemon may end the connection before it answers this message, so an error is ignored.
+    let _ = driver.guest.frontend().unwrap().set_vring_kick(1, &kick);
+    daemon.until("the VM is disconnected", || has_ended(&mut driver));
+    work(&mut neighbour, 50);
+    let mut driver = daemon.driver("a", 2);
+    work(&mut driver, 50);
     daemon.expect_alive();
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use tmem_pool::{Quota, Tenant};
 use tmem_testing::HeadlessDaemon;
 use tmemd::config::{EventLoop, Waiting};
-use tmemd::parts::{ClockAndEntropy, ConnectionContext, Workers, serve};
+use tmemd::parts::{ClockAndEntropy, ConnectionContext, Peer, Workers, serve};
 
 /// Largest number of pages that one call of `maintain` handles in the background work.
 const MAINTAIN_PAGES: usize = 4096;
@@ -138,12 +138,13 @@ impl BenchDaemon {
         let vm = self.daemon.vm(name, tenant.clone(), Arc::default());
         let fault = |error: std::io::Error| error.to_string();
         let (own, other) = UnixStream::pair().map_err(fault)?;
+        let peer = Peer::new(own.try_clone().map_err(fault)?);
         let shared = path.shared.clone();
         // The connection's thread ends when the guest closes the connection or this process ends.
         std::thread::Builder::new()
             .name("connection".into())
             .stack_size(STACK_BYTES)
-            .spawn(move || serve(&vm, own, &shared))
+            .spawn(move || serve(&vm, own, peer, &shared))
             .map_err(fault)?;
         connect(other)?;
         Ok(tenant)

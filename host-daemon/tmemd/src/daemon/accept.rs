@@ -6,6 +6,7 @@
 use crate::control::varlink::{self, Service};
 use crate::host::heartbeat::Heartbeat;
 use crate::host::sandbox::{self, ThreadKind};
+use crate::memory::peer::Peer;
 use crate::socket::listener::{Listener, UnauthorizedPeer};
 use crate::util::event_fd::{consume, signal};
 use crate::util::log_limit::LogLimit;
@@ -280,10 +281,11 @@ fn spawn(
     let thread = match purpose {
         Purpose::Vm(vm) => {
             let (vm, shared) = (vm.clone(), shared.clone());
+            let peer = Peer::new(stream.try_clone()?);
             let builder = builder.name(format!("{VM_THREAD}{}", vm.name()));
             builder.spawn(move || {
                 let _guard = guard;
-                serve_vm(&vm, stream, &shared);
+                serve_vm(&vm, stream, peer, &shared);
             })?
         }
         Purpose::Control(service, clients) => {
@@ -298,12 +300,12 @@ fn spawn(
 }
 
 /// Serves the connection of a VM's front end until the connection ends.
-fn serve_vm(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
+fn serve_vm(vm: &Arc<Vm>, stream: UnixStream, peer: Peer, shared: &ConnectionContext) {
     sandbox::narrow(ThreadKind::Connection);
     // The acceptor thread has a duplicate of the socket's descriptor, so dropping `stream` does not
     // end the connection. Therefore the socket is shut down: the peer sees the end at once.
     let end = stream.try_clone();
-    connection::serve(vm, stream, shared);
+    connection::serve(vm, stream, peer, shared);
     if let Ok(end) = end {
         let _ = end.shutdown(Shutdown::Both);
     }

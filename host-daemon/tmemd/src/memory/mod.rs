@@ -5,6 +5,7 @@
 //! Belongs here: every access of the daemon to memory that a front end shares. Out of scope: the
 //! vhost-user messages that pass the memory, see `vhost/`.
 
+pub(crate) mod backing;
 pub(crate) mod budget;
 pub(crate) mod dirty_log;
 pub(crate) mod mapping;

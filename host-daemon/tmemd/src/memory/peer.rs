@@ -15,6 +15,7 @@
 //! addition, a check is not repeated within [`GOOD_FOR`]. Out of scope: the reaction to a front end
 //! that hung up.
 
+use crate::socket::credentials::Credentials;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::os::fd::OwnedFd;
@@ -50,6 +51,8 @@ enum Source {
 
 struct Socket {
     socket: OwnedFd,
+    /// User of the front end; None if the kernel does not report it.
+    user: Option<u32>,
     epoch: Instant,
     /// Time, by `now_ns`, at which the last successful check of any worker began, in ns.
     seen_at_ns: AtomicU64,
@@ -61,9 +64,12 @@ struct Socket {
 
 impl Peer {
     /// Creates a `Peer` for the front end at the other end of a socket. Its checks ask the kernel
-    /// whether the front end is connected.
+    /// whether the front end is connected. Connection threads may not make the system call that
+    /// reads the front end's user, so the acceptor calls this function.
     pub fn new(stream: UnixStream) -> Peer {
+        let credentials = Credentials::of(&stream).ok();
         Peer(Source::Socket(Socket {
+            user: credentials.map(|credentials| credentials.user),
             socket: stream.into(),
             epoch: Instant::now(),
             seen_at_ns: 0.into(),
@@ -85,6 +91,14 @@ impl Peer {
         match &self.0 {
             Source::Socket(socket) => socket.check(),
             Source::Simulated(check) => check(),
+        }
+    }
+
+    /// Returns the user that the front end had when it connected; None if it is unknown.
+    pub fn user(&self) -> Option<u32> {
+        match &self.0 {
+            Source::Socket(socket) => socket.user,
+            Source::Simulated(_) => None,
         }
     }
 

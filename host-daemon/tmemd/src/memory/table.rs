@@ -3,14 +3,15 @@
 //! region.
 //!
 //! A table never changes. Adding or removing a region creates a new table, so a thread that has
-//! locked a vring sees a consistent table. A region whose file could be truncated is refused. If a
-//! page of a mapped region is lost nevertheless, the connection ends ([`crate::memory::sigbus`]).
+//! locked a vring sees a consistent table. A region whose file another user could truncate is refused
+//! ([`crate::memory::backing`]). If a page of a mapped region is lost nevertheless, the connection
+//! ends ([`crate::memory::sigbus`]).
 
+use crate::memory::backing;
 use crate::memory::budget::{MemoryAccount, MemoryCharge, REGIONS_MAX};
 use crate::memory::dirty_log::{DirtyLog, RegionLog};
 use crate::memory::mapping::Mapping;
 use crate::memory::sigbus::{Lost, page_bytes};
-use rustix::fs::SealFlags;
 use std::fs::File;
 use std::sync::Arc;
 use virtio_tmem as wire;
@@ -65,6 +66,9 @@ pub struct Memory {
     pub lost: Arc<Lost>,
     /// Account of the VM, to which the table's mappings are charged.
     account: Arc<MemoryAccount>,
+    /// User of the VMM, whose files may back regions without a seal; None to accept sealed files
+    /// only.
+    vmm_user: Option<u32>,
 }
 
 impl Memory {
@@ -76,7 +80,13 @@ impl Memory {
             guest: GuestMemory::new(),
             lost: lost.clone(),
             account: account.clone(),
+            vmm_user: None,
         }
+    }
+
+    /// Returns this table for a VMM that runs as the given user.
+    pub fn of_user(self, vmm_user: Option<u32>) -> Memory {
+        Memory { vmm_user, ..self }
     }
 
     /// Returns a copy of this table with one more region.
@@ -97,7 +107,7 @@ impl Memory {
             )));
         }
         let at = spec.guest_address;
-        check_file(&file, spec.file_offset, spec.bytes)
+        check_region(&file, spec.file_offset, spec.bytes, self.vmm_user)
             .map_err(|e| MemoryError(format!("the memory region at guest address {at:#x} {e}")))?;
         let odd =
             |what: String| MemoryError(format!("memory region at guest address {at:#x}: {what}"));
@@ -174,6 +184,7 @@ impl Memory {
             guest,
             lost: self.lost.clone(),
             account: self.account.clone(),
+            vmm_user: self.vmm_user,
         }
     }
 
@@ -204,15 +215,21 @@ const MAP_SHARED: i32 = rustix::mm::MapFlags::SHARED.bits() as i32;
 /// # Errors
 /// The file does not meet these conditions. The error text says what to do.
 pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryError> {
-    let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
-    if !seals.contains(SealFlags::SHRINK) {
-        return Err(MemoryError(
-            "is in a file that another process could truncate (no F_SEAL_SHRINK), which would \
-             end the VM's connection: give it memory of memory-backend-memfd,share=on (libvirt: \
-             <memoryBacking><source type='memfd'/><access mode='shared'/>)"
-                .into(),
-        ));
-    }
+    check_region(file, offset, bytes, None)
+}
+
+/// Checks that a part of a file can be mapped, and that no other user than `vmm_user` can truncate
+/// the file ([`backing::check`]).
+///
+/// # Errors
+/// The file does not meet these conditions. The error text says what to do.
+fn check_region(
+    file: &File,
+    offset: u64,
+    bytes: u64,
+    vmm_user: Option<u32>,
+) -> Result<(), MemoryError> {
+    backing::check(file, vmm_user).map_err(MemoryError)?;
     let end = offset.checked_add(bytes);
     let length = rustix::fs::fstat(file)
         .map(|stat| stat.st_size as u64)
@@ -240,7 +257,7 @@ mod tests {
     use super::*;
     use crate::memory::budget::{MemoryBudget, VM_MEMORY_BYTES_MAX};
     use crate::memory::dirty_log::LogMap;
-    use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     use std::os::unix::fs::FileExt;
     use vm_memory::Bytes;
 
@@ -281,15 +298,7 @@ mod tests {
             memfd(MIB, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL),
         )
         .expect("a file with the seals that QEMU sets was refused");
-        let ordinary = tempfile::tempfile().expect("cannot create a temporary file");
-        ordinary
-            .set_len(MIB)
-            .expect("cannot set the length of the file");
-        for file in [
-            memfd(MIB, SealFlags::empty()),
-            memfd(MIB, SealFlags::GROW),
-            ordinary,
-        ] {
+        for file in [memfd(MIB, SealFlags::empty()), memfd(MIB, SealFlags::GROW)] {
             let error = add(&empty, region, file)
                 .err()
                 .expect("a file that can shrink was accepted");

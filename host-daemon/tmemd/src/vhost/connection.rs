@@ -100,12 +100,8 @@ impl Session {
 }
 
 /// Processes the vhost-user messages of a VM's connection until it ends.
-pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
-    let Ok(same) = stream.try_clone() else {
-        vm.warn(format_args!("no file descriptor is left for a connection"));
-        return;
-    };
-    let Some(session) = Session::begin(vm, &stream, Peer::new(same), shared) else {
+pub fn serve(vm: &Arc<Vm>, stream: UnixStream, peer: Peer, shared: &ConnectionContext) {
+    let Some(session) = Session::begin(vm, &stream, peer, shared) else {
         return;
     };
     let device = session.device().clone();

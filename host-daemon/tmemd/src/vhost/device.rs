@@ -132,7 +132,8 @@ impl Device {
         };
         let vrings = (0..QUEUES).map(vring).collect();
         let lost = Arc::default();
-        let memory = Arc::new(Memory::empty(&lost, &link.vm.memory));
+        let memory = Memory::empty(&lost, &link.vm.memory).of_user(link.peer.user());
+        let memory = Arc::new(memory);
         Ok(Device {
             link,
             vrings,
@@ -248,7 +249,7 @@ impl Device {
     }
 
     fn empty_memory(&self) -> Memory {
-        Memory::empty(&self.lost, &self.vm().memory)
+        Memory::empty(&self.lost, &self.vm().memory).of_user(self.link.peer.user())
     }
 
     fn refuse_memory(&self, error: impl std::fmt::Display) -> Error {
