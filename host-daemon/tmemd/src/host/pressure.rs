@@ -33,8 +33,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// Time between two readings of the host's memory while little is available, and shortest time
 /// between two readings. `host_free_min` must suffice for what other processes take in this time. At
-/// its usual value of 1 GiB, it suffices for 10 GiB/s. Ten readings a second cost less than a
-/// thousandth of a processor.
+/// its usual value of 1 GiB, it suffices for 10 GiB/s.
 const PERIOD_MIN: Duration = Duration::from_millis(100);
 
 /// Memory in bytes that other processes may take within [`PERIOD`]. A processor takes 1 to 3 GiB/s
@@ -94,6 +93,9 @@ const GROW_PART: u64 = 64;
 
 /// Time between two steps in which the pool grows.
 const GROW_PERIOD: Duration = Duration::from_secs(2);
+
+/// Number of readings in [`GROW_PERIOD`] while little memory is available.
+const GROW_READINGS: u64 = (GROW_PERIOD.as_millis() / PERIOD_MIN.as_millis()) as u64;
 
 /// Longest time that [`PoolSize::make_room`] waits for memory that its caller requested. The pool
 /// frees several GiB in this time, and the wait must not delay the start of a VM much.
@@ -243,8 +245,9 @@ impl Governor {
         reserved_bytes: impl FnOnce() -> u64,
     ) -> Option<Change> {
         let available_bytes = readings.available.host_bytes.unwrap_or(u64::MAX);
-        let left_bytes = available_bytes.saturating_add(held_bytes);
-        self.burst_bytes = self.burst.read(now, left_bytes);
+        self.burst_bytes = readings.available.host_bytes.map_or(0, |bytes| {
+            self.burst.read(now, bytes.saturating_add(held_bytes))
+        });
         // Memory that the pool holds above its size is being released, and counts as available
         // already. Otherwise the pool would release it twice.
         let released_bytes = held_bytes.saturating_sub(self.size_bytes);
@@ -313,7 +316,10 @@ impl Governor {
 
     fn grow(&mut self, now: Instant, available_bytes: u64) -> u64 {
         let calm_since = *self.calm_since.get_or_insert(now);
-        let wanted_bytes = self.free_min_bytes + self.free_min_bytes / MARGIN_PART;
+        // The pool does not grow into memory that a burst will take before the pool grows again.
+        let burst_bytes = self.burst_bytes.saturating_mul(GROW_READINGS);
+        let wanted_bytes =
+            (self.free_min_bytes + self.free_min_bytes / MARGIN_PART).saturating_add(burst_bytes);
         let spare_bytes = available_bytes.saturating_sub(wanted_bytes);
         let too_soon = self.grown.is_some_and(|grown| now - grown < GROW_PERIOD);
         if now - calm_since < CALM || too_soon || self.size_bytes == self.full_bytes {

@@ -33,8 +33,9 @@ pub fn check(file: &File, vmm_user: Option<u32>) -> Result<(), String> {
     // that serves the file system.
     let seals = rustix::fs::fcntl_get_seals(file).map_err(|_| {
         format!(
-            "is in the file {}, which is neither on tmpfs nor on hugetlbfs, so that an access could \
-             wait for a disk or for another process: {REMEDY}",
+            "is in the file {}, which is neither on tmpfs nor on hugetlbfs. An access to it could \
+             wait for a disk or for another process, or it is memory that no other process may map \
+             (guest_memfd, memfd_secret): {REMEDY}",
             path(file)
         )
     })?;

@@ -7,7 +7,7 @@
 //! addresses are used only while the vring is locked.
 
 use crate::memory::peer::{HungUp, Peer};
-use crate::memory::table::GuestMemory;
+use crate::memory::table::{GuestMemory, Memory};
 use std::cell::Cell;
 use std::ops::Range;
 use virtio_queue::DescriptorChain;
@@ -227,11 +227,14 @@ impl Chain {
     /// Copies bytes to an offset of the chain's writable part. First checks that the front end is
     /// connected. Returns false if the bytes do not fit into the writable part.
     ///
+    /// Stops after a buffer in which a page of guest memory was lost, because each lost page is
+    /// replaced by a mapping, and the process has a limited number of these.
+    ///
     /// # Errors
-    /// The front end hung up, or guest memory cannot be accessed.
+    /// The front end hung up, a page was lost, or guest memory cannot be accessed.
     pub fn write(
         &self,
-        memory: &GuestMemory,
+        memory: &Memory,
         peer: &Peer,
         offset: u64,
         bytes: &[u8],
@@ -249,13 +252,15 @@ impl Chain {
         Ok(true)
     }
 
-    fn write_slice(
-        &self,
-        memory: &GuestMemory,
-        offset: u64,
-        bytes: &[u8],
-    ) -> Result<bool, GuestMemoryError> {
-        let write = |address, piece: Range<usize>| memory.write_slice(&bytes[piece], address);
+    fn write_slice(&self, memory: &Memory, offset: u64, bytes: &[u8]) -> Result<bool, AccessError> {
+        let write = |address, piece: Range<usize>| {
+            memory.guest.write_slice(&bytes[piece], address)?;
+            // A loss in this thread's own write is visible to it without a fence.
+            match memory.lost.is_read_lost() {
+                true => Err(AccessError::Lost),
+                false => Ok(()),
+            }
+        };
         pieces(
             &self.writable,
             &self.written_last,
@@ -269,13 +274,13 @@ impl Chain {
 /// Calls `access` for each piece of guest memory that contains some of the `bytes` bytes from an
 /// offset of the buffers on. The arguments of `access` are the piece's address, and the range of
 /// the bytes that the piece contains. Returns false if the buffers end before that many bytes.
-fn pieces(
+fn pieces<E>(
     buffers: &[Buffer],
     last: &Cell<Position>,
     offset: u64,
     bytes: usize,
-    mut access: impl FnMut(GuestAddress, Range<usize>) -> Result<(), GuestMemoryError>,
-) -> Result<bool, GuestMemoryError> {
+    mut access: impl FnMut(GuestAddress, Range<usize>) -> Result<(), E>,
+) -> Result<bool, E> {
     let mut at = match last.get() {
         last if last.begins <= offset => last,
         _ => Position::default(),
@@ -305,10 +310,11 @@ fn pieces(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::table::{Memory, RegionSpec};
+    use crate::memory::table::RegionSpec;
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     use std::os::unix::net::UnixStream;
     use virtio_queue::{Queue, QueueOwnedT, QueueT};
+    use vm_memory::GuestMemoryBackend as _;
 
     const NEXT: u16 = 1;
     const WRITE: u16 = 2;
@@ -377,10 +383,45 @@ mod tests {
         chain.fill(memory, descriptors).map(|()| chain)
     }
 
+    /// Each lost page that is written is replaced, which takes mappings of the process away from
+    /// other VMs.
+    #[test]
+    fn a_write_stops_after_the_first_buffer_with_a_lost_page() {
+        let regions = memory();
+        let page = |number: u64| DATA + number * PAGE_SIZE as u64;
+        let table = [
+            (page(0), 8, NEXT | WRITE, 1),
+            (page(2), 8, NEXT | WRITE, 2),
+            (page(4), 8, WRITE, 0),
+        ];
+        let chain = fill(&regions.guest, &table, &[]).expect("a valid chain was refused");
+        let start = regions
+            .guest
+            .get_host_address(GuestAddress(page(0)))
+            .expect("the address is outside of the guest's memory");
+        crate::memory::sigbus::take_away(start, 5 * PAGE_SIZE);
+        let (own, _front_end) = UnixStream::pair().expect("cannot create a socket pair");
+        let written = chain.write(&regions, &Peer::new(own), 0, &[1; 24]);
+        assert!(matches!(written, Err(AccessError::Lost)));
+        // The file of `take_away` is mapped at the pages that were not replaced.
+        let lost = start.addr()..start.addr() + 5 * PAGE_SIZE;
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("cannot read /proc/self/maps");
+        let begins = |line: &str| {
+            let begin = line.split('-').next().expect("split returns an item");
+            usize::from_str_radix(begin, 16).expect("no address")
+        };
+        let left = maps.lines().filter(|line| lost.contains(&begins(line)));
+        assert_eq!(
+            left.filter(|line| line.contains("gone")).count(),
+            1,
+            "{maps}"
+        );
+    }
+
     #[test]
     fn chain_reads_and_writes_cover_descriptors_of_any_length() {
-        let memory = memory();
-        let memory = &memory.guest;
+        let regions = memory();
+        let memory = &regions.guest;
         let bytes: Vec<u8> = (0..100).collect();
         memory
             .write_slice(&bytes, GuestAddress(DATA))
@@ -426,13 +467,13 @@ mod tests {
                 .expect("the address is outside of the guest's memory");
             let (own, _front_end) = UnixStream::pair().expect("cannot create a socket pair");
             let peer = Peer::new(own);
-            assert_eq!(chain.write(memory, &peer, 0, &[1, 2, 3]).ok(), Some(true));
+            assert_eq!(chain.write(&regions, &peer, 0, &[1, 2, 3]).ok(), Some(true));
             assert_eq!(
-                chain.write(memory, &peer, 4, &[5, 6, 7, 8, 9, 10]).ok(),
+                chain.write(&regions, &peer, 4, &[5, 6, 7, 8, 9, 10]).ok(),
                 Some(true)
             );
             assert_eq!(
-                chain.write(memory, &peer, 9, &[1, 1]).ok(),
+                chain.write(&regions, &peer, 9, &[1, 1]).ok(),
                 Some(false),
                 "more bytes were written than the chain holds"
             );

@@ -166,7 +166,7 @@ impl GuestBuffers<'_> {
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
         let fits = self
             .chain
-            .write(&self.memory.guest, self.peer, offset as u64, bytes)?;
+            .write(self.memory, self.peer, offset as u64, bytes)?;
         assert!(fits, "a write goes beyond the writable part of the chain");
         Ok(())
     }

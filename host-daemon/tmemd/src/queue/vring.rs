@@ -105,6 +105,8 @@ pub struct VringState {
     /// Whether the ring has run since the connection or the generation began. The index of its next
     /// chain then shows whether the driver continues the ring or has set it up again.
     has_run: bool,
+    /// Index of the first chain that the ring could take since the last SET_VRING_BASE.
+    begin: u16,
     /// Reason why the daemon stopped the ring until the VMM sets it up again; None if the ring is
     /// not stopped.
     stopped: Option<String>,
@@ -331,6 +333,7 @@ impl Vring {
                 ready: false,
                 synced: false,
                 has_run: false,
+                begin: 0,
                 stopped: None,
                 polling: Polling::default(),
                 unfinished: None,
@@ -783,6 +786,7 @@ impl Vring {
                     state.queue.set_next_used(used);
                     state.synced = true;
                     state.has_run = true;
+                    state.begin = used;
                 }
                 Ok((used, avail)) => {
                     self.stop(
@@ -823,6 +827,7 @@ impl VringState {
         self.unfinished = None;
         self.queue.set_next_avail(base);
         self.queue.set_next_used(base);
+        self.begin = base;
         self.ready = false;
         self.synced = false;
         self.stopped = None;
@@ -834,9 +839,22 @@ impl VringState {
         !self.has_run || self.queue.next_avail() == base
     }
 
+    /// Returns true if the ring has taken chains since the last SET_VRING_BASE. After a reset of the
+    /// device, such a ring is one that the driver has not set up again, or not yet.
+    pub fn is_of_former_driver(&self) -> bool {
+        self.has_run && self.queue.next_avail() != self.begin
+    }
+
     /// Forgets the index at which the ring would continue: the ring may start at any base.
     pub fn forget_index(&mut self) {
         self.has_run = false;
+    }
+
+    /// Forgets where the ring is in guest memory, so that no worker follows it there.
+    pub fn forget_place(&mut self) {
+        self.addresses = None;
+        self.ready = false;
+        self.synced = false;
     }
 
     fn interrupt(&mut self, memory: &GuestMemory, vm: &Vm) -> Result<(), String> {

@@ -133,8 +133,9 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, peer: Peer, shared: &ConnectionCo
     };
     match end {
         Ok(_) if lost() => vm.warn(format_args!(
-            "connection ended: a page of the guest's memory was lost: a hole was punched into \
-             a file of huge pages, or the host's memory has an error"
+            "connection ended: a page of the guest's memory was lost: its file was truncated, a hole \
+             was punched into a file of huge pages, a tmpfs is full, or the host's memory has an \
+             error"
         )),
         Ok(None) => vm.info(format_args!("disconnected")),
         Ok(Some(error)) => vm.warn(format_args!("connection ended: {error}")),

@@ -263,20 +263,24 @@ impl Device {
         self.hold(&self.vrings, |states| {
             states.iter_mut().for_each(|state| state.enabled = false);
         });
-        self.begin_generation()
-    }
-
-    /// Empties the VM's tenant and begins a new generation.
-    fn begin_generation(&mut self) -> Result<()> {
-        let clock = &self.link.clock;
-        let generation = clock.new_generation().map_err(Error::ReqHandlerError)?;
+        let generation = self.new_generation()?;
         self.hold(&self.vrings, |states| {
-            states.iter_mut().for_each(|state| state.forget_index());
-            self.vm().clear();
-            self.link.generation.store(generation, Ordering::SeqCst);
+            self.begin_generation(states, generation)
         });
         self.background.wake();
         Ok(())
+    }
+
+    fn new_generation(&self) -> Result<u64> {
+        let clock = &self.link.clock;
+        clock.new_generation().map_err(Error::ReqHandlerError)
+    }
+
+    /// Empties the VM's tenant and begins a generation, while no worker uses a ring.
+    fn begin_generation(&self, states: &mut [MutexGuard<'_, VringState>], generation: u64) {
+        states.iter_mut().for_each(|state| state.forget_index());
+        self.vm().clear();
+        self.link.generation.store(generation, Ordering::SeqCst);
     }
 
     /// Ends the device: stops all rings, releases the guest's memory and empties the VM's tenant.
@@ -432,18 +436,32 @@ impl VhostUserBackendReqHandlerMut for Device {
             .map_err(|_| failed(format!("virtqueue {index} cannot start at index {base}")))?;
         // A VMM need not send GET_VRING_BASE before, so this message stops the ring, too, until the
         // next SET_VRING_KICK. The ring must not start at its new base with its old addresses.
-        let continues = self.hold_one(index, |vring, state| {
-            self.drop_kick(vring, state);
-            let continues = state.continues_at(base);
-            state.set_base(base);
-            vring.configure(state);
+        let vring = self.vring(index)?;
+        let generation = self.new_generation()?;
+        let continues = self.hold(&self.vrings, |states| {
+            let continues = states[index as usize].continues_at(base);
+            self.drop_kick(vring, &mut states[index as usize]);
+            if !continues {
+                // The driver may set up other rings later, or never, and use their memory for
+                // something else. Until then, no worker may follow them.
+                let others = self.vrings.iter().zip(states.iter_mut());
+                for (other, state) in others.filter(|(_, state)| state.is_of_former_driver()) {
+                    self.drop_kick(other, state);
+                    if !Arc::ptr_eq(other, vring) {
+                        state.forget_place();
+                    }
+                }
+                self.begin_generation(states, generation);
+            }
+            states[index as usize].set_base(base);
+            vring.configure(&mut states[index as usize]);
             continues
-        })?;
+        });
         if !continues {
+            self.background.wake();
             self.vm().info(format_args!(
                 "the driver has set up virtqueue {index} again: its device was reset"
             ));
-            self.begin_generation()?;
         }
         Ok(())
     }
@@ -731,6 +749,63 @@ mod tests {
                 .set_vring_enable(queue, true)
                 .expect_err("a queue that does not exist was enabled");
         }
+        workers.stop();
+    }
+
+    /// After a reset that the VMM does not report, the driver may use fewer queues. The memory of a
+    /// ring that it does not set up again has other contents then, also if the VMM enables the ring.
+    #[test]
+    fn rings_of_a_former_driver_do_not_run_after_a_reset() {
+        let (device, workers, _background) = devices();
+        let (mut device, _front_end) = device();
+        let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
+        ftruncate(&file, 1 << 16).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
+        let region = VhostUserMemoryRegion::new(0, 1 << 16, 0, 0);
+        device
+            .set_mem_table(&[region], vec![file.into()], None)
+            .expect("the memory table was refused");
+        let set_up = |device: &mut Device, queue: u32| {
+            let at = u64::from(queue) << 13;
+            let flags = VhostUserVringAddrFlags::empty();
+            let kick = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
+            device
+                .set_vring_num(queue, 16)
+                .expect("the queue was refused");
+            device
+                .set_vring_addr(queue, flags, at, at + 0x800, at + 0x400, 0)
+                .expect("the ring addresses were refused");
+            device
+                .set_vring_base(queue, 0)
+                .expect("the base was refused");
+            device
+                .set_vring_kick(queue as u8, Some(kick.into()))
+                .expect("the kick was refused");
+            device
+                .set_vring_enable(queue, true)
+                .expect("the ring was not enabled");
+        };
+        let running = |device: &Device| {
+            let running = device.vrings.iter().map(|vring| vring.lock().is_running());
+            running.take(3).collect::<Vec<_>>()
+        };
+        (0..3).for_each(|queue| set_up(&mut device, queue));
+        assert_eq!(running(&device), [true; 3]);
+        // Each ring but the first has taken five chains.
+        for vring in &device.vrings[1..3] {
+            vring.lock().queue.set_next_avail(5);
+        }
+        let generation = device.link.generation.load(Ordering::SeqCst);
+        // The first ring is set up again without a sign of the reset, and goes on.
+        set_up(&mut device, 0);
+        assert_eq!(device.link.generation.load(Ordering::SeqCst), generation);
+        set_up(&mut device, 1);
+        assert_ne!(device.link.generation.load(Ordering::SeqCst), generation);
+        device
+            .set_vring_enable(2, true)
+            .expect("the ring was not enabled");
+        assert_eq!(running(&device), [true, true, false]);
+        device.end();
         workers.stop();
     }
 
