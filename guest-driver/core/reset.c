@@ -16,6 +16,7 @@
 
 #include <linux/device.h>
 #include <linux/jiffies.h>
+#include <linux/virtio_config.h>
 
 #include "core.h"
 
@@ -51,8 +52,11 @@ static void reset_work_fn(struct work_struct *work);
 static DECLARE_DELAYED_WORK(reset_work, reset_work_fn);
 /* time from which the driver may reset the device again, in jiffies; used by the work item only */
 static unsigned long reset_again;
-/* The driver, while the device that it has reset is not set up; used by the work item only. */
-static struct device_driver *left_by;
+/*
+ * The device while it is not set up after a reset, with a reference to its struct device, or NULL;
+ * used by the work item, and by tmem_resets_exit() after its last run
+ */
+static struct virtio_device *left;
 /* Number of attempts to set up this device again; used by the work item only. */
 static unsigned int attempts;
 /* True while no reset can be requested, because the module is being unloaded. */
@@ -82,44 +86,88 @@ static struct virtio_device *reset_wanted(const char **reason, bool *wait)
 	return vdev;
 }
 
+static void forget_left(void)
+{
+	if (left)
+		put_device(&left->dev);
+	left = NULL;
+}
+
 /* Requests another attempt to set up the device if it is not set up after a reset. */
-static void retry_later(struct device_driver *driver)
+static void retry_later(void)
 {
 	unsigned int seconds = tmem_retry_seconds(SETUP_RETRY_S << attempts);
 
-	left_by = NULL;
-	if (rcu_access_pointer(tmem_device))
-		return;
-	if (attempts == SETUP_RETRIES) {
-		pr_err("%u attempts to set up the device after a reset have failed: bind it again or reload the module\n",
-		       attempts);
+	if (rcu_access_pointer(tmem_device)) {
+		forget_left();
 		return;
 	}
-	pr_warn("the set-up of the device after a reset has failed: next attempt in %u s\n",
-		seconds);
-	left_by = driver;
+	if (attempts == SETUP_RETRIES) {
+		pr_err("%s: %u attempts to set up the device after a reset have failed: bind it again or reload the module\n",
+		       dev_name(&left->dev), attempts);
+		forget_left();
+		return;
+	}
+	pr_warn("%s: the set-up of the device after a reset has failed: next attempt in %u s\n",
+		dev_name(&left->dev), seconds);
 	attempts++;
 	queue_delayed_work(system_freezable_wq, &reset_work, seconds * HZ);
 }
 
+static int is_device(struct device *device, const void *wanted)
+{
+	return device == wanted;
+}
+
+/*
+ * Sets up the device again. The failed set-up has left FAILED in its status, and virtio requires a
+ * reset after that. Returns false if the device was removed or has a driver.
+ */
+static bool set_up_again(void)
+{
+	struct device *found = NULL;
+	int err;
+
+	device_lock(&left->dev);
+	/*
+	 * The removal of a device takes it off its bus, then takes this lock, and then ends the
+	 * access to its registers. So a device that is found on its bus can be reset here.
+	 * device_is_registered() is true for too long.
+	 */
+	if (!left->dev.driver)
+		found = bus_find_device(left->dev.bus, NULL, &left->dev, is_device);
+	if (found) {
+		virtio_reset_device(left);
+		virtio_add_status(left, VIRTIO_CONFIG_S_ACKNOWLEDGE);
+		put_device(found);
+	}
+	device_unlock(&left->dev);
+	if (!found)
+		return false;
+	/* The driver core calls tmem_probe(), which reports its errors itself. */
+	err = device_attach(&left->dev);
+	if (err < 0)
+		pr_err("%s: the driver core cannot bind the device (error %d)\n",
+		       dev_name(&left->dev), err);
+	return true;
+}
+
 static void reset_work_fn(struct work_struct *work)
 {
-	struct device_driver *driver = left_by;
 	struct virtio_device *vdev;
 	unsigned long now = jiffies;
 	const char *reason;
 	bool wait;
 	int err;
 
-	if (driver && !rcu_access_pointer(tmem_device)) {
-		/* The driver core calls tmem_probe(), which reports its errors itself. */
-		err = driver_attach(driver);
-		if (err)
-			pr_err("the driver cannot look for its device (error %d)\n", err);
-		retry_later(driver);
+	if (left && !rcu_access_pointer(tmem_device)) {
+		if (set_up_again())
+			retry_later();
+		else
+			forget_left();
 		return;
 	}
-	left_by = NULL;
+	forget_left();
 	if (time_before(now, reset_again)) {
 		queue_delayed_work(system_freezable_wq, &reset_work, reset_again - now);
 		return;
@@ -132,7 +180,6 @@ static void reset_work_fn(struct work_struct *work)
 	dev_notice(&vdev->dev, "reset of the device: %s\n", reason);
 	tmem_count(TMEM_STAT_device_resets);
 	reset_again = now + RESET_PERIOD_S * HZ;
-	driver = vdev->dev.driver;
 	/*
 	 * If the device is removed at the same time, the driver core does not bind it again. If an
 	 * operator unbinds it at the same time, the reset may bind it again. device_reprobe() does
@@ -141,9 +188,9 @@ static void reset_work_fn(struct work_struct *work)
 	err = device_reprobe(&vdev->dev);
 	if (err)
 		dev_err(&vdev->dev, "the device is not used after a reset (error %d)\n", err);
-	put_device(&vdev->dev);
+	left = vdev;
 	attempts = 0;
-	retry_later(driver);
+	retry_later();
 }
 
 /**
@@ -246,4 +293,5 @@ void tmem_resets_exit(void)
 	WRITE_ONCE(resets_off, true);
 	synchronize_rcu();
 	cancel_delayed_work_sync(&reset_work);
+	forget_left();
 }

@@ -63,6 +63,7 @@ TOLD_MIN, TURNS_MAX = 4, 5
 # The driver resets a device at most once in 60 s (RESET_PERIOD_S). The first reset takes some time.
 RESET_PERIOD_SECONDS = 50
 SET_UP_ATTEMPTS = 6  # SETUP_RETRIES of the driver
+STATUS_FAILED = 0x80  # VIRTIO_CONFIG_S_FAILED
 LOAD = "--ops=4000 --jobs=2 --files=16 --size-max=262144"
 
 
@@ -238,6 +239,9 @@ def test_set_up_that_fails_after_a_reset_is_repeated(
         assert checksums(guest, list(sums)) == sums
         set_parameter(guest, "inject_nomem_device", "0")
         check_reset(guest, sums)
+        (name,), _ = devices(guest)
+        status = int(guest.sh(f"cat /sys/bus/virtio/devices/{name}/status"), 16)
+        assert status & STATUS_FAILED == 0, "the device was not reset after the failed set-ups"
 
 
 def test_set_up_after_a_reset_is_repeated_a_bounded_number_of_times(
