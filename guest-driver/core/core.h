@@ -396,13 +396,14 @@ struct tmem_dev {
 	/* GENERATION requests. control_vq_lock guards all fields but nr_asks and ask_wanted. */
 	struct tmem_ask *ask;
 	unsigned int nr_asks;
-	unsigned int asks_unanswered;	/* sent since the last answer */
+	unsigned int asks_unanswered;	/* sent since the last answer; also read without the lock */
 	unsigned long asked_at;		/* time of the last request, in jiffies */
 	/* time of the last answer, in jiffies; also read without the lock */
 	unsigned long answered_at;
 	u64 answer;			/* generation of an answer that the sync work takes, or 0 */
 	bool silent;			/* no answer came in time; also read without the lock */
-	bool ask_wanted;		/* something shows that the generation may be over */
+	/* Something has shown since the last request that the generation may be over. */
+	bool ask_wanted;
 
 	struct workqueue_struct *wq;	/* ordered: the three works never run together */
 	struct work_struct sync_work;
@@ -414,7 +415,7 @@ struct tmem_dev {
 	u64 told;
 	/* The device needed a reset when the configuration was read; written like told. */
 	bool needs_reset;
-	u64 pools_generation;		/* generation in which the device may have pools, or 0 */
+	u64 pools_generation;		/* last generation other than 0, or 0 */
 	u64 latencies_refused;		/* generation in which the backend refused LATENCIES */
 	const char *reset_reason;	/* why the device should be reset, or NULL; set once */
 	/*
@@ -535,7 +536,7 @@ struct tmem_pool {
 extern unsigned int tmem_pools_nr_freed;
 
 void tmem_pools_device(bool present);
-void tmem_pools_gone(void);
+void tmem_pools_gone(u64 generation);
 void tmem_pools_forget(void);
 int tmem_pools_create(struct tmem_dev *dev, u64 generation);
 void tmem_pools_exit(void);

@@ -22,6 +22,11 @@
  */
 #define ASK_PERIOD_MS	1000
 /*
+ * The device is silent if this many requests are not answered, and the last one is late. One late
+ * request is not enough: the guest's clock jumps if the guest does not run for a time.
+ */
+#define ASKS_LATE	2
+/*
  * While requests stay unanswered, the driver sends further ones, because a front end may skip the
  * requests that are in the queue when a back end connects. The first ASKS_QUICK have ASK_PERIOD_MS
  * between them, which covers the restart of a daemon. After that the time doubles with each
@@ -29,8 +34,10 @@
  */
 #define ASKS_QUICK	8
 /*
- * Maximum number of requests that are at the device. The last of them is sent after 2^15 seconds
- * (9 hours). Without an answer, only a notification or a reload of the module helps then.
+ * Maximum number of requests that are at the device. The last of them is sent 18.2 hours after the
+ * first. A control queue of less than ASKS_MAX * ASK_DIVISOR descriptors has room for fewer: one of
+ * 64 for 16 in 4.4 minutes, one of 16 for 4 in 3 s. If a front end skips all of them, only a
+ * notification or a reload of the module helps (LIM-12 in proto/SPEC.md).
  */
 #define ASKS_MAX	24
 /* Requests take at most half of the control queue: two of ASK_DIVISOR descriptors each. */
@@ -68,10 +75,14 @@ static bool add(struct tmem_dev *dev, struct tmem_ask *ask)
 	memset(&ask->in, 0, sizeof(ask->in));
 	ask->in.resp.status = VIRTIO_TMEM_S_UNANSWERED;
 	ask->req.room_bytes = sizeof(ask->in);
+	/* Clear it first: the answer does not show what happens after the request was sent. */
+	WRITE_ONCE(dev->ask_wanted, false);
 	sg_init_one(&out, &ask->out, sizeof(ask->out));
 	sg_init_one(&in, &ask->in, sizeof(ask->in));
-	if (virtqueue_add_sgs(dev->control_vq, sgs, 1, 1, &ask->req, GFP_ATOMIC))
+	if (virtqueue_add_sgs(dev->control_vq, sgs, 1, 1, &ask->req, GFP_ATOMIC)) {
+		WRITE_ONCE(dev->ask_wanted, true);
 		return false;
+	}
 	tmem_req_sent(&dev->control_in_flight, &ask->req);
 	tmem_count(TMEM_STAT_requests_generation);
 	return virtqueue_kick_prepare(dev->control_vq);
@@ -81,7 +92,7 @@ static bool add(struct tmem_dev *dev, struct tmem_ask *ask)
  * tmem_generation_ask() - ask the device for its generation, if the last request is long ago
  * @dev: the device
  *
- * Sets dev->silent if the last request is not answered in time.
+ * Sets dev->silent if the last ASKS_LATE requests are not answered in time.
  *
  * Context: process; the ask work.
  *
@@ -94,7 +105,7 @@ unsigned long tmem_generation_ask(struct tmem_dev *dev)
 	unsigned int i;
 
 	spin_lock_irq(&dev->control_vq_lock);
-	if (dev->asks_unanswered &&
+	if (dev->asks_unanswered >= ASKS_LATE &&
 	    time_after_eq(jiffies, dev->asked_at + msecs_to_jiffies(ASK_PERIOD_MS)))
 		WRITE_ONCE(dev->silent, true);
 	if (!wait_jiffies(dev)) {
@@ -104,7 +115,7 @@ unsigned long tmem_generation_ask(struct tmem_dev *dev)
 		/* A request that cannot be sent counts as one that is not answered. */
 		dev->asked_at = jiffies;
 		if (dev->asks_unanswered < ASKS_MAX)
-			dev->asks_unanswered++;
+			WRITE_ONCE(dev->asks_unanswered, dev->asks_unanswered + 1);
 		if (i < dev->nr_asks)
 			notify = add(dev, &dev->ask[i]);
 	}
@@ -128,6 +139,7 @@ void tmem_generation_answered(struct tmem_dev *dev, struct tmem_req *req)
 {
 	struct tmem_ask *ask = container_of(req, struct tmem_ask, req);
 	u64 generation = 0;
+	bool was_silent;
 
 	lockdep_assert_held(&dev->control_vq_lock);
 	/* Read each field once, because the device can still write to the answer. */
@@ -136,16 +148,16 @@ void tmem_generation_answered(struct tmem_dev *dev, struct tmem_req *req)
 		generation = le64_to_cpu(READ_ONCE(ask->in.body.generation));
 	req->state = TMEM_REQ_FREE;
 	WRITE_ONCE(dev->answered_at, jiffies);
-	dev->asks_unanswered = 0;
-	WRITE_ONCE(dev->ask_wanted, false);
-	if (dev->silent) {
-		WRITE_ONCE(dev->silent, false);
-		/* Test whether the device answers quickly again, and send the report. */
-		tmem_dev_report(dev);
-	}
+	WRITE_ONCE(dev->asks_unanswered, 0);
 	if (generation)
 		dev->answer = generation;
+	was_silent = dev->silent;
+	WRITE_ONCE(dev->silent, false);
+	/* The works run in this order: the report needs the new generation. */
 	tmem_dev_resync(dev, false);
+	/* Test whether the device answers quickly again, and send the report. */
+	if (was_silent)
+		tmem_dev_report(dev);
 }
 
 /**
@@ -181,7 +193,7 @@ void tmem_generation_forget(struct tmem_dev *dev)
 {
 	spin_lock_irq(&dev->control_vq_lock);
 	dev->answer = 0;
-	dev->asks_unanswered = 0;
+	WRITE_ONCE(dev->asks_unanswered, 0);
 	WRITE_ONCE(dev->silent, false);
 	WRITE_ONCE(dev->ask_wanted, false);
 	spin_unlock_irq(&dev->control_vq_lock);

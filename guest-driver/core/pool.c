@@ -105,18 +105,21 @@ void tmem_pools_device(bool present)
 }
 
 /**
- * tmem_pools_gone() - record that the device has no pool, because its generation is over
+ * tmem_pools_gone() - release freed pools, because the generation of their ids is over
+ * @generation: the device's generation, or 0 if it is not known. If it is not 0, the device has no
+ *   pool of an earlier one.
  *
  * Context: the sync work only, which is the only code that frees pools while there is a device.
  */
-void tmem_pools_gone(void)
+void tmem_pools_gone(u64 generation)
 {
 	struct tmem_pool *pool;
 
 	mutex_lock(&tmem_pools_lock);
 	release_freed();
-	list_for_each_entry(pool, &tmem_pools, list)
-		pool->retired_id = 0;
+	if (generation)
+		list_for_each_entry(pool, &tmem_pools, list)
+			pool->retired_id = 0;
 	mutex_unlock(&tmem_pools_lock);
 }
 
@@ -294,7 +297,7 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
  * @dev: the device
  * @generation: generation that the requests carry
  *
- * The first request without an answer ends the function.
+ * The first request without an answer ends the function, and so does tmem_sync_stop().
  *
  * Context: the sync work only. The sync work is the only code that frees pools while there is a
  * device, so no lock is held while it waits for the device.
@@ -307,7 +310,7 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 	int err = 0;
 
 	mutex_lock(&tmem_pools_lock);
-	while (!err) {
+	while (!err && !READ_ONCE(dev->stopping)) {
 		pool = find_retired();
 		if (pool) {
 			err = destroy_one(dev, generation, pool);

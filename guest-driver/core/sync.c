@@ -42,11 +42,13 @@ static void read_config(struct tmem_dev *dev)
 {
 	struct virtio_device *vdev = dev->vdev;
 
-	tmem_control_vq_callback(dev->control_vq);
-	tmem_generation_forget(dev);
-	dev->needs_reset = vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET;
+	WRITE_ONCE(dev->needs_reset,
+		   !!(vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET));
 	/* Read the 8 bytes again if the configuration changed during the read. */
 	virtio_cread_le(vdev, struct virtio_tmem_config, generation, &dev->told);
+	/* An answer that came after the read is forgotten, too. This costs one STALE answer. */
+	tmem_control_vq_callback(dev->control_vq);
+	tmem_generation_forget(dev);
 	tmem_count(TMEM_STAT_config_reads);
 }
 
@@ -116,11 +118,13 @@ static void sync_work_fn(struct work_struct *work)
 	}
 	/*
 	 * The pools of another generation do not exist any more. While there is no generation,
-	 * release the pools that were freed since the last run.
+	 * release the pools that were freed since the last run, and remember the ids of the others,
+	 * because the same generation may come back.
 	 */
 	if (!why && (!generation || generation != dev->pools_generation)) {
-		dev->pools_generation = generation;
-		tmem_pools_gone();
+		tmem_pools_gone(generation);
+		if (generation)
+			dev->pools_generation = generation;
 	}
 	if (!generation) {
 		/* Set the state to offline again, because the reason may have changed. */
@@ -129,9 +133,14 @@ static void sync_work_fn(struct work_struct *work)
 			tmem_dev_ask(dev);
 		return;
 	}
-	/* A GENERATION request is not answered. Its answer runs this work again. */
-	if (READ_ONCE(dev->silent))
+	/*
+	 * A GENERATION request is not answered. The answer to the next one runs this work again.
+	 * After a hibernation, the ask work is not queued.
+	 */
+	if (READ_ONCE(dev->silent)) {
+		tmem_dev_ask(dev);
 		return;
+	}
 	err = tmem_pools_create(dev, generation);
 	/* No retry is needed after ESTALE: the driver asks for the generation. */
 	if (err == -ESTALE)
@@ -161,7 +170,8 @@ static void ask_work_fn(struct work_struct *work)
 		return;
 	/* Take answers whose notification was lost with the back end that gave them. */
 	tmem_control_vq_callback(dev->control_vq);
-	if (dev->generation && !READ_ONCE(dev->tripped) && !READ_ONCE(dev->ask_wanted))
+	if (dev->generation && !READ_ONCE(dev->tripped) && !READ_ONCE(dev->ask_wanted) &&
+	    !READ_ONCE(dev->asks_unanswered))
 		return;
 	wait = tmem_generation_ask(dev);
 	if (dev->generation && READ_ONCE(dev->silent))
@@ -192,8 +202,10 @@ void tmem_sync_hibernate(bool begin)
 
 /* --- report -------------------------------------------------------------------------------- */
 
-/* Sends a report. Returns whether the device accepted it. */
-static bool send_report(struct tmem_dev *dev, u64 generation)
+/*
+ * Sends a report. Returns whether the device accepted it. Sets @full if no control request is free.
+ */
+static bool send_report(struct tmem_dev *dev, u64 generation, bool *full)
 {
 	u8 status = VIRTIO_TMEM_S_UNANSWERED;
 	struct virtio_tmem_report *report;
@@ -203,6 +215,7 @@ static bool send_report(struct tmem_dev *dev, u64 generation)
 
 	mutex_lock(&dev->control_lock);
 	control = tmem_control_free(dev);
+	*full = !control;
 	if (!control) {
 		tmem_dev_ask(dev);
 		goto unlock;
@@ -273,7 +286,7 @@ static void report_work_fn(struct work_struct *work)
 {
 	struct tmem_dev *dev = container_of(to_delayed_work(work), struct tmem_dev, report_work);
 	u64 generation = READ_ONCE(dev->generation);
-	bool soon = false, reported;
+	bool soon = false, reported, full;
 
 	if (READ_ONCE(dev->stopping))
 		return;
@@ -282,10 +295,12 @@ static void report_work_fn(struct work_struct *work)
 	tmem_ram_check(dev);
 	if (generation && !READ_ONCE(dev->silent)) {
 		tmem_breaker_probe(dev);
-		reported = send_report(dev, generation);
+		reported = send_report(dev, generation, &full);
 		if (reported)
 			send_latencies(dev, generation);
 		soon = tmem_reset_check(dev, reported || tmem_answered_lately(dev));
+		/* The next check needs the answer to the GENERATION request while it is new. */
+		soon |= full;
 	}
 	soon |= READ_ONCE(dev->tripped);
 	if (!READ_ONCE(dev->stopping))
