@@ -5,7 +5,9 @@
  * the size of the guest's RAM and the features of the device again. The cache starts empty.
  *
  * The set-up reads the configuration, which some front ends forward to the back end. The reset
- * therefore waits until the device has answered a GENERATION request, unless it has no generation.
+ * therefore waits until the device has answered a GENERATION request, unless the device needs a
+ * reset. A repeated set-up cannot wait for that, because the driver has no queue: it reads the
+ * configuration even if the back end is gone.
  *
  * A work item makes the reset through the driver core, because the removal of the device waits for
  * all other work of the driver. The order of locks is that of an unbind: the lock of struct device,
@@ -75,7 +77,7 @@ static struct virtio_device *reset_wanted(const char **reason, bool *wait)
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
 	*reason = dev ? READ_ONCE(dev->reset_reason) : NULL;
-	*wait = *reason && READ_ONCE(dev->generation) && !tmem_answered_lately(dev);
+	*wait = *reason && !READ_ONCE(dev->needs_reset) && !tmem_answered_lately(dev);
 	if (*wait)
 		tmem_dev_ask(dev);
 	if (*reason && !*wait) {
