@@ -436,7 +436,13 @@ class Liar:
             generation = 0
         elif lie == "generation-other":
             generation = int.from_bytes(os.urandom(8), "little") | 1
-        if lie != "generation-silent":
+        elif lie in LIES_OF_GENERATIONS:
+            # Another generation, so that a test notices if the driver uses the answer.
+            generation ^= 2
+        if lie == "generation-silent":
+            ((where, _),) = chain.writable
+            self._memory(where + 8, 8)[:] = struct.pack("<Q", generation)
+        else:
             self._write(chain, bytes([status]) + bytes(7) + struct.pack("<Q", generation))
         return {"generation-short": 15, "generation-long": 17}.get(lie, 16)
 
