@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Model of the guest driver: index, cookies, generation, put ring, gets with a deadline, breaker,
-//! control requests, among them those for the generation. The model does what `guest-driver/core/` does, in the same order.
+//! control requests, among them those for the generation. The order in which the model erases
+//! entries, changes the generation and sends requests is that of `guest-driver/core/`. Its periods
+//! are simpler.
 //!
 //! The index decides: the driver never requests a page that is not in the index, and erasing an
 //! entry cannot fail. All state of the driver is in the guest's memory, so a rollback of the guest
