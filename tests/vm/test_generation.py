@@ -52,7 +52,7 @@ TRACING = "/sys/kernel/tracing"
 # 0.1 s, the driver asks after up to a second, and a guest under TCG is slow.
 BACK_SECONDS = scaled(10)
 # Longest time until the driver notices in an idle guest that the back end is gone: the interval of
-# reports (10 s), the time limit of a report and that of a GENERATION request (1 s each).
+# reports (10 s), and the time limits of a report and of two GENERATION requests (1 s each).
 NOTICE_SECONDS = scaled(20)
 # Time in seconds for which a device is silent. The driver sends at most as many requests.
 SILENT_SECONDS = 15
