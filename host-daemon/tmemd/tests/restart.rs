@@ -254,7 +254,10 @@ fn generation_requests_return_the_current_generation() {
         driver.guest.add(0, Request::Generation, now).unwrap();
         driver.guest.publish(0);
         daemon.spawn();
-        driver.guest.connect(&daemon.socket("a")).unwrap();
+        let socket = daemon.socket("a");
+        daemon.until("the VM's socket is free", || {
+            driver.guest.connect(&socket).is_ok()
+        });
         driver.guest.start().unwrap();
         let done = driver.guest.drain(common::TIMEOUT).unwrap();
         let next = driver.guest.generation();
