@@ -27,7 +27,7 @@ from driver import (
     version,
     wait_state,
 )
-from liar import Liar
+from liar import T_GET, Liar
 
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -313,29 +313,32 @@ def test_probe_that_is_answered_late_leaves_the_breaker_open(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A late answer to a probe does not close the breaker, even if the probe has waited for it."""
-    daemon = start_daemon(session)
-    guest = driver_guest(session, kernel, test_module, Tmem(daemon.socket("vm1")))
-    hold(guest, FILE, 4)
-    # The pages of the filler replace those of FILE in the put ring, from where the driver would
-    # read them without the host.
-    hold(guest, FILLER, 4)
-    daemon.pause()
-    # Three late gets of single pages open the breaker. They leave enough bounce pages for probes.
-    guest.sh("echo 0 >/sys/block/vda/queue/read_ahead_kb")
-    guest.sh(f"dd if={FILE} of=/dev/null bs=4096 count=4", 60)
-    assert state(guest) == "tripped"
-    probe = Hold(guest, "probe")
-    probe.wait()
-    # The daemon answers the probe after its deadline. The probe continues only after the answer.
-    wait_for_guest(guest, DEADLINE_MS / 1000)
-    daemon.resume()
-    wait_for_guest(guest, DEADLINE_MS / 1000)
-    # The next probe waits, too. There is one only if the breaker is still open.
-    guest.sh(f"echo 0 >{PARAMETERS}/{probe.name}; sleep 0.1; echo 1 >{PARAMETERS}/{probe.name}")
-    probe.wait()
-    assert state(guest) == "tripped"
-    probe.release()
-    wait_state(guest, "on")
+    with Liar(session.directory / "liar") as liar:
+        guest = driver_guest(session, kernel, test_module, Tmem(liar.path))
+        hold(guest, FILE, 4)
+        # The pages of the filler replace those of FILE in the put ring, from where the driver would
+        # read them without the host.
+        hold(guest, FILLER, 4)
+        # The device answers control requests. The driver sends no probe to a silent device.
+        liar.silent = frozenset({T_GET})
+        # Three late gets of single pages open the breaker. They leave enough bounce pages for
+        # probes.
+        guest.sh("echo 0 >/sys/block/vda/queue/read_ahead_kb")
+        guest.sh(f"dd if={FILE} of=/dev/null bs=4096 count=4", 60)
+        assert state(guest) == "tripped"
+        probe = Hold(guest, "probe")
+        probe.wait()
+        # The device answers the probe after its deadline, and only then does the probe continue.
+        wait_for_guest(guest, DEADLINE_MS / 1000)
+        liar.silent = frozenset()
+        wait_for_guest(guest, DEADLINE_MS / 1000)
+        # The next probe waits, too. There is one only if the breaker is still open.
+        again = f"{PARAMETERS}/{probe.name}"
+        guest.sh(f"echo 0 >{again}; sleep 0.1; echo 1 >{again}")
+        probe.wait()
+        assert state(guest) == "tripped"
+        probe.release()
+        wait_state(guest, "on")
 
 
 def test_reader_that_is_scheduled_late_does_not_open_the_breaker(
