@@ -4,7 +4,7 @@
 
 KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
-MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
+MANIFEST = --locked
 PYTHON = tests/python
 # Number of tests that run at the same time. A test with one guest keeps about one processor busy.
 JOBS ?= 2
@@ -27,7 +27,7 @@ deps: ## install the Debian packages that the build needs (as root; other users 
 deps-test:
 	@scripts/deps test
 
-daemon: ## build tmemd, tmemctl, tmem-hook, tmem-libvirt and tmem-exporter in host-daemon/target/release
+daemon: ## build tmemd, tmemctl, tmem-hook, tmem-libvirt and tmem-exporter in target/release
 	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl -p tmem-hook -p tmem-libvirt -p tmem-exporter
 
 qemu: ## build QEMU with the vhost-user-tmem device, in the cache
@@ -61,7 +61,7 @@ bench-policies: deps ## compare the eviction policy with S3-FIFO, SIEVE and the 
 
 bench-vms: deps ## measure 256 VMs on one daemon: memory and CPU, many connections at once, removal of a large VM; ARGS="--help"
 	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmem-bench
-	host-daemon/target/release/tmem-bench vms $(ARGS)
+	target/release/tmem-bench vms $(ARGS)
 
 bench-guest: deps all ## measure costs and gains of the guest driver; JSON=FILE writes the figures
 	$(PYTHON) tests/bench_guest.py
@@ -252,7 +252,7 @@ shard-fuzz:
 lint: lint-rust lint-c lint-shell lint-python lint-prose lint-licence lint-crates
 
 lint-rust:
-	cargo fmt --manifest-path host-daemon/Cargo.toml --all --check
+	cargo fmt --all --check
 	rustfmt --check --edition 2024 host-daemon/fuzz/fuzz_targets/*.rs
 	$(CARGO) clippy $(MANIFEST) --workspace --all-targets -- -D warnings
 
@@ -307,5 +307,5 @@ test-driver:
 	$(MAKE) -C guest-driver test
 
 clean: ## remove the build results in this tree (the cache stays)
-	rm -rf host-daemon/target
+	rm -rf target
 	$(MAKE) -C guest-driver clean

@@ -376,8 +376,8 @@ def around(daemon: Daemon, native_guests: bool) -> str:
     return f"""
 Next steps:
   {"TMEM_KEEP=1 " + command:<38}keeps both VMs and the pool until you press Enter, then:
-    host-daemon/target/release/tmemctl --socket {daemon.control} list
-    host-daemon/target/release/tmemctl --socket {daemon.control} stats
+    target/release/tmemctl --socket {daemon.control} list
+    target/release/tmemctl --socket {daemon.control} stats
   tests/run-vm --help                   boots a VM and runs a command in it
   docs/ARCHITECTURE.md                  follows one page through the system
   README.md                             how to use it with your own VMs"""

@@ -45,11 +45,11 @@ def host_binary(name: str) -> Path:
         if not path.is_file():
             raise HarnessError(f"TMEM_BIN_DIR={directory} has no {name}")
         return path
-    target = ROOT / "host-daemon/target"
+    target = ROOT / "target"
     found = [path for kind in ("release", "debug") if (path := target / kind / name).is_file()]
     if not found:
         raise HarnessError(
-            f"{name} is not built: run cargo build --release in host-daemon, or set TMEM_BIN_DIR"
+            f"{name} is not built: run make daemon, or set TMEM_BIN_DIR"
         )
     return max(found, key=lambda path: path.stat().st_mtime)
 

@@ -13,7 +13,7 @@ from harness.paths import ROOT
 
 pytestmark = pytest.mark.smoke
 
-RULES = ROOT / "host-daemon/deny.toml"
+RULES = ROOT / "deny.toml"
 DATABASE = "https://github.com/RustSec/advisory-db"
 ADVISORY = """```toml
 [advisory]

@@ -17,7 +17,7 @@ import pytest
 from harness.paths import ROOT
 
 NAMING = (
-    "host-daemon/Cargo.toml", "host-daemon/Cargo.lock", "host-daemon/fuzz/Cargo.lock",
+    "Cargo.toml", "Cargo.lock", "host-daemon/fuzz/Cargo.lock",
     "guest-driver/core/core.h", "debian/changelog", "rpm/virtio-tmem.spec",
     "examples/cloud-init.yaml", "docs/install.md", "CHANGELOG.md", "scripts/version",
 )  # fmt: skip
@@ -196,7 +196,7 @@ def test_source_archive_builds_without_git_and_network(archives: Path, tmp_path:
         '[source.crates-io]\nreplace-with = "vendored"\n'
         f'[source.vendored]\ndirectory = "{tree}/vendor"\n'
     )
-    manifest = ("--manifest-path", tree / "host-daemon/Cargo.toml")
+    manifest = ("--manifest-path", tree / "Cargo.toml")
     passed("cargo", "metadata", "--format-version=1", "--frozen", *manifest, CARGO_HOME=str(home))
     passed(tree / "scripts/packages", "--guest", tmp_path / "packages")
     assert len(list((tmp_path / "packages").glob("*.deb"))) >= 2
@@ -209,7 +209,7 @@ def test_bill_of_materials_lists_the_crates_of_the_programs(archives: Path) -> N
     components = {component["bom-ref"]: component for component in bill["components"]}
     programs = ("tmemd", "tmemctl", "tmem-hook", "tmem-libvirt", "tmem-exporter")
     tree = passed(
-        "cargo", "tree", "--manifest-path", ROOT / "host-daemon/Cargo.toml", "--locked",
+        "cargo", "tree", "--manifest-path", ROOT / "Cargo.toml", "--locked",
         "-e", "normal", "--target", "x86_64-unknown-linux-gnu", "--prefix", "none", "--no-dedupe",
         *(f"-p{name}" for name in programs),
     )  # fmt: skip
