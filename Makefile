@@ -247,13 +247,13 @@ check-miri: shard-miri ## run tests of the pool's allocators in Miri (installs n
 # Fuzzes each target for three minutes, starting from the corpus. The build takes about five minutes.
 shard-fuzz:
 	scripts/deps fuzz
-	host-daemon/fuzz/run 3
+	tests/fuzz/targets/run 3
 
 lint: lint-rust lint-c lint-shell lint-python lint-prose lint-licence lint-crates
 
 lint-rust:
 	cargo fmt --all --check
-	rustfmt --check --edition 2024 host-daemon/fuzz/fuzz_targets/*.rs
+	rustfmt --check --edition 2024 tests/fuzz/targets/fuzz_targets/*.rs
 	$(CARGO) clippy $(MANIFEST) --workspace --all-targets -- -D warnings
 
 lint-c:
@@ -301,7 +301,7 @@ fuzz: ## compare random operations on the pool with a model, for MINUTES=10; TME
 
 fuzz-guests: ## fuzz the daemon as a hostile guest or VMM, each target for MINUTES=10 (installs nightly and cargo-fuzz); TARGETS=rings
 	scripts/deps fuzz
-	host-daemon/fuzz/run $(MINUTES) $(TARGETS)
+	tests/fuzz/targets/run $(MINUTES) $(TARGETS)
 
 test-driver:
 	$(MAKE) -C guest-driver test

@@ -17,7 +17,7 @@ import pytest
 from harness.paths import ROOT
 
 NAMING = (
-    "Cargo.toml", "Cargo.lock", "host-daemon/fuzz/Cargo.lock",
+    "Cargo.toml", "Cargo.lock", "tests/fuzz/targets/Cargo.lock",
     "guest-driver/core/core.h", "debian/changelog", "rpm/virtio-tmem.spec",
     "examples/cloud-init.yaml", "docs/install.md", "CHANGELOG.md", "scripts/version",
 )  # fmt: skip

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Fuzz targets: guests and front ends that do whatever a fuzzer's bytes say.
 //!
-//! A target is a function of bytes that panics if the daemon breaks a promise. `host-daemon/fuzz/`
+//! A target is a function of bytes that panics if the daemon breaks a promise. `tests/fuzz/targets/`
 //! runs the targets under libFuzzer, guided by coverage, and keeps interesting inputs in
 //! `fuzz/corpus/`. The tests of this crate run the targets with that corpus again, without
 //! libFuzzer.

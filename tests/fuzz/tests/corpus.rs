@@ -11,7 +11,7 @@ fn play(target: &str) {
         .iter()
         .find(|(name, _)| *name == target)
         .unwrap();
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus");
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("targets/corpus");
     let unpacked = tempfile::tempdir().unwrap();
     let archive = corpus.join(format!("{target}.tar.gz"));
     let mut tar = Command::new("tar");
