@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Runs vhost-proxy between a native guest and tmemd, so that the guest survives the daemon.
 
-The proxy (host-daemon/tmem-sim/src/bin/vhost-proxy.rs) connects to tmemd again and again, as VMMs
+The proxy (tests/model/src/bin/vhost-proxy.rs) connects to tmemd again and again, as VMMs
 do that forward everything. It counts and fails configuration reads after the driver's probe.
 """
 
