@@ -69,7 +69,7 @@ def test_each_test_named_on_the_page_exists() -> None:
 
 def test_each_row_of_the_race_table_names_existing_tests_and_mutations() -> None:
     there = vm_tests()
-    source = (ROOT / "host-daemon/tmem-world/src/mutation.rs").read_text()
+    source = (ROOT / "tests/simulator/src/mutation.rs").read_text()
     rules = set(re.findall(r"^    (\w+),$", source, re.MULTILINE))
     rows = table(PAGE, "races")
     assert len(rows) > 10
