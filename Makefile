@@ -8,7 +8,7 @@ MANIFEST = --locked
 PYTHON = tests/python
 # Number of tests that run at the same time. A test with one guest keeps about one processor busy.
 JOBS ?= 2
-PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py --ignore=vm/test_compatibility.py unit vm
+PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py --ignore=vm/test_compatibility.py repo vm
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-policies bench-vms bench-guest bench-native bench-locks bench-density bench-proof bench-kvm bench-life packages check-packages dist repo check check-host check-guest check-kvm check-libvirt check-ops \
@@ -266,7 +266,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py native_bench.py bench_retain.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel proof unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py native_bench.py bench_retain.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel proof repo vm
 
 lint-prose:
 	scripts/lint-prose

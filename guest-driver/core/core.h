@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
  * Declarations that the files of core/ share: the device, its queues, and the index's inner
- * interface. Files use only files of lower layers (tests/unit/test_driver_layers.py).
+ * interface. Files use only files of lower layers (tests/repo/test_driver_layers.py).
  *
  * Locks, outermost first. All spinlocks but that of admit.c are taken with interrupts off:
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
@@ -24,7 +24,7 @@
  * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock guards
  * the inodes of one bucket. send_lock, ring_lock and vq_lock guard one queue. block_lock is taken
  * once for TMEM_BLOCK_PAGES pages, and get_lock once for each request.
- * tests/unit/test_hot_paths.py lists all writes to shared memory.
+ * tests/repo/test_hot_paths.py lists all writes to shared memory.
  */
 #ifndef _TMEM_CORE_H
 #define _TMEM_CORE_H

@@ -122,7 +122,7 @@ fn main() -> ExitCode {
         Some(found) => {
             let name = mutation.map_or(String::new(), |m| format!(" --mutation {m:?}"));
             println!(
-                "{}: {}\nat step {} of TMEM_SEED={seed}; replay, in host-daemon, with\n\
+                "{}: {}\nat step {} of TMEM_SEED={seed}; replay with\n\
                  TMEM_SEED={seed} cargo run --release -p tmem-world --{name} --trace",
                 found.failure.rule,
                 found.failure.what,

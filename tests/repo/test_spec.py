@@ -114,7 +114,7 @@ def test_code_and_test_of_each_rule_exist(rule: str) -> None:
 
 def test_lookup_of_code_and_tests_finds_definitions_only() -> None:
     """A use of a name is not found, and a function that is no test is not found as a test."""
-    spec = "tests/unit/test_spec.py"
+    spec = "tests/repo/test_spec.py"
     chain = "tmemd/src/queue/chain.rs"
     assert is_there(spec, "rules") and not is_there(spec, "rule")
     assert is_test(spec, "test_lookup_of_code_and_tests_finds_definitions_only") and not is_test(
