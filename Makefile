@@ -115,7 +115,7 @@ check-libvirt: deps-test all ## test domains of a stock libvirtd: attach, start,
 
 check-ops: deps-test all ## test commands, figures, estimates, timing, metrics with a real Prometheus, tmemctl top in a real terminal
 	$(CARGO) test $(MANIFEST) -p tmem-control -p tmemctl -p tmem-exporter
-	$(CARGO) test $(MANIFEST) -p tmemctl --test terminal -p tmem-exporter --test prometheus -p tmemd --test journal -- --ignored
+	$(CARGO) test $(MANIFEST) -p tmemctl --test terminal -p tmem-exporter --test prometheus -p tmemd --test integration -- --ignored
 	$(CARGO) test --release $(MANIFEST) -p tmem-exporter --test cost -- --ignored --nocapture
 	TMEM_SEEDS=8 $(CARGO) test --release $(MANIFEST) -p tmem-bench replay_test
 	$(CARGO) test --release $(MANIFEST) -p tmem-bench timing -- --nocapture
@@ -283,7 +283,7 @@ lint-crates: ## check licences, duplicates, sources and known vulnerabilities of
 test-rust: export TMEM_NO_SKIPS = $(shell scripts/no-skips)
 test-rust:
 	$(CARGO) test $(MANIFEST) --workspace
-	TMEM_EVENT_LOOP=epoll $(CARGO) test $(MANIFEST) -p tmemd --test drain --test hang_up --test liars --test random
+	TMEM_EVENT_LOOP=epoll $(CARGO) test $(MANIFEST) -p tmemd --test integration drain:: hang_up:: liars:: random::
 	$(CARGO) test $(MANIFEST) -p tmem-pool --features shuttle --lib -- interleavings
 
 check-sim: ## simulate guests, faults and the real daemon on virtual time, and check that broken rules are found

@@ -2,9 +2,7 @@
 //! Tests of the real daemon in its sandbox. It is started as its systemd unit starts it, with an
 //! unprivileged user and two capabilities, or as root starts it from a shell.
 
-mod common;
-
-use common::until;
+use crate::common::until;
 use rustix::process::geteuid;
 use std::collections::HashMap;
 use std::fs::{self, Permissions};
@@ -406,7 +404,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
             lines.iter().any(has_all)
         });
     };
-    let mut driver = Driver::new(common::guest("web1"), DriverConfig::default())
+    let mut driver = Driver::new(crate::common::guest("web1"), DriverConfig::default())
         .expect("cannot create the simulated guest");
     let socket = directory.path().join("web1.sock");
     until("tmemd accepts the VM's connection", || {

@@ -2,9 +2,7 @@
 //! Tests of the daemon without guests: the control interface, the files of its sockets, and an
 //! orderly stop.
 
-mod common;
-
-use common::{TIMEOUT, until};
+use crate::common::{TIMEOUT, until};
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -464,7 +462,7 @@ fn tmemd(directory: &Path) -> Running {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
     command
         .args(["--pool-size", "64MiB"])
-        .args(common::HOST_IS_NO_MATTER)
+        .args(crate::common::HOST_IS_NO_MATTER)
         .arg("--control")
         .arg(&config.control);
     for vm in &config.vms {

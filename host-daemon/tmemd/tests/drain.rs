@@ -4,12 +4,10 @@
 //! answered, and their answers are logged and published. It never accesses the released memory
 //! again.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use common::{Daemon, TIMEOUT, guest, seed, work};
+use crate::common::{Daemon, TIMEOUT, guest, seed, work};
 use tmem_sim::{
     Content, DirtyLog, Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request,
 };

@@ -3,9 +3,7 @@
 //! requests in flight, share one interrupt, or change the memory map while rings run. docs/vmm.md
 //! says which VMM does what. tests/slots.rs has the tests of memory slots.
 
-mod common;
-
-use common::{Daemon, every_queue_answers, guest, seed, work};
+use crate::common::{Daemon, every_queue_answers, guest, seed, work};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, RamRegion, Vmm};
 
 /// Returns the configuration of a guest whose VMM has the habits `vmm`.

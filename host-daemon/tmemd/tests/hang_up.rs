@@ -7,9 +7,7 @@
 //! without it. The guest may then reset the device or reboot, and use the memory of rings and
 //! buffers for other data.
 
-mod common;
-
-use common::Daemon;
+use crate::common::Daemon;
 use std::sync::atomic::Ordering;
 use tmem_sim::requests::PAGE;
 use tmem_sim::ring::{F_NEXT, F_WRITE};
@@ -37,7 +35,7 @@ fn overwrite(driver: &Driver) {
     let (guest, ram) = (&driver.guest, driver.guest.ram());
     let index = |queue| guest.ring(queue).used_idx_in_memory();
     let indices: Vec<u16> = (0..guest.num_queues()).map(index).collect();
-    let regions = common::guest("a").ram;
+    let regions = crate::common::guest("a").ram;
     for region in &regions {
         for at in (0..region.size_bytes).step_by(PAGE) {
             ram.write(region.start + at, &[CANARY; PAGE]);
@@ -105,7 +103,7 @@ fn get(driver: &Driver, object: u64, first: u64) -> Request {
 fn a_daemon_stopped_during_a_hang_up_writes_no_guest_memory() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let socket = daemon.socket("a");
-    let mut probe = FakeGuest::new(common::guest("a")).unwrap();
+    let mut probe = FakeGuest::new(crate::common::guest("a")).unwrap();
     let mut changed = Vec::new();
     for round in 0..ROUNDS {
         let mut driver = daemon.driver("a", round);
@@ -150,5 +148,5 @@ fn a_daemon_stopped_during_a_hang_up_writes_no_guest_memory() {
     );
     // After all rounds, the daemon serves a new connection of the VM.
     let mut driver = daemon.driver("a", ROUNDS);
-    common::work(&mut driver, 100);
+    crate::common::work(&mut driver, 100);
 }

@@ -5,9 +5,7 @@
 //! The kernel blocks the worker until the whole hole is punched, and no signal ends that wait.
 //! docs/threat-model.md lists this wait as a remaining risk, with the measurements of this test.
 
-mod common;
-
-use common::{Daemon, guest};
+use crate::common::{Daemon, guest};
 use rustix::fs::{FallocateFlags, fallocate};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;

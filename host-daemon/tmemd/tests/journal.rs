@@ -4,9 +4,7 @@
 //! The test does not run by default, because it needs systemd and user namespaces. `make check-ops`
 //! runs it.
 
-mod common;
-
-use common::until;
+use crate::common::until;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -92,7 +90,7 @@ impl Drop for JournalTest {
 fn log_messages_have_fields_in_the_journal() {
     let directory = tempfile::tempdir().unwrap();
     let mut host = JournalTest::start(directory.path());
-    let mut driver = Driver::new(common::guest("web1"), DriverConfig::default()).unwrap();
+    let mut driver = Driver::new(crate::common::guest("web1"), DriverConfig::default()).unwrap();
     let socket = directory.path().join("web1.sock");
     until("tmemd accepts the VM's connection", || {
         driver.guest.connect(&socket).is_ok()

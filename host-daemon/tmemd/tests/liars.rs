@@ -3,14 +3,12 @@
 //! answer or stops its queue. The request has no other effect, and affects neither other queues nor
 //! other VMs.
 
-mod common;
-
 use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{Daemon, TIMEOUT, every_queue_answers, guest, seed, work};
+use crate::common::{Daemon, TIMEOUT, every_queue_answers, guest, seed, work};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::ReadWriteFlags;
 use tmem_sim::fault::{self, Expect, Fault, Target};

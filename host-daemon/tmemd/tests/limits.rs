@@ -2,9 +2,7 @@
 //! Tests of limits: the number of log lines, the memory, threads and descriptors of a connection,
 //! and the guest memory that the daemon maps.
 
-mod common;
-
-use common::{Daemon, Taken, allow_many_files, guest, taken_by, until, work};
+use crate::common::{Daemon, Taken, allow_many_files, guest, taken_by, until, work};
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use std::fs;
 use std::os::unix::net::UnixStream;

@@ -7,9 +7,7 @@
 //! pages. That test needs root and unused huge pages. Without them, it is skipped and prints the
 //! reason.
 
-mod common;
-
-use common::{Daemon, guest, seed, until, work};
+use crate::common::{Daemon, guest, seed, until, work};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{
     FallocateFlags, FlockOperation, MemfdFlags, fallocate, flock, ftruncate, memfd_create,

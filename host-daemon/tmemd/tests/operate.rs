@@ -2,9 +2,7 @@
 //! Tests of an operator's commands to a running daemon (flush, freeze, resize, events) and of its
 //! statistics.
 
-mod common;
-
-use common::{Daemon, until, work};
+use crate::common::{Daemon, until, work};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -335,7 +333,7 @@ fn subscribers_receive_events_of_vms_and_of_the_pool() {
     });
     let next = || {
         receiver
-            .recv_timeout(common::TIMEOUT)
+            .recv_timeout(crate::common::TIMEOUT)
             .expect("the subscriber received no event in time")
     };
     assert_eq!(next().kind, "subscribed");
@@ -356,7 +354,7 @@ fn subscribers_receive_events_of_vms_and_of_the_pool() {
     assert_eq!(until("thawed").number, frozen.number + 1);
     client.set_pool_size(8 << 20).call().unwrap();
     assert_eq!(until("resized").vm, None);
-    common::every_queue_answers(&mut driver);
+    crate::common::every_queue_answers(&mut driver);
     assert!(until("driver").text.contains("off"));
     driver.hang_up().unwrap();
     assert_eq!(until("disconnected").vm.as_deref(), Some("b"));
@@ -396,7 +394,7 @@ fn the_last_rate_limited_connection_event_is_sent_after_a_delay() {
 fn subscribe(control: &Path) -> io::Result<UnixStream> {
     let call = b"{\"method\":\"io.virtiotmem.Control.SubscribeEvents\",\"more\":true}\0";
     let mut stream = UnixStream::connect(control)?;
-    stream.set_read_timeout(Some(common::TIMEOUT))?;
+    stream.set_read_timeout(Some(crate::common::TIMEOUT))?;
     stream.write_all(call)?;
     stream.read_exact(&mut [0])?;
     Ok(stream)
@@ -426,7 +424,7 @@ fn a_subscription_requires_the_flag_more_and_ends_when_the_client_leaves() {
             })
             .collect();
         let mut full = UnixStream::connect(daemon.path("control")).unwrap();
-        full.set_read_timeout(Some(common::TIMEOUT)).unwrap();
+        full.set_read_timeout(Some(crate::common::TIMEOUT)).unwrap();
         assert_eq!(
             full.read(&mut [0]).unwrap(),
             0,

@@ -3,9 +3,7 @@
 //! VMs. The model of each guest detects a wrong byte, a page of another guest, and a page of an
 //! older generation.
 
-mod common;
-
-use common::{Daemon, every_queue_answers, guest, seed, work};
+use crate::common::{Daemon, every_queue_answers, guest, seed, work};
 use tmem_control::VarlinkClientInterface;
 use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC, F_RETAIN};
 use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};

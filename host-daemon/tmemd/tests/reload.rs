@@ -2,9 +2,7 @@
 //! Tests of the configuration file: its check, and its reload while the daemon serves VMs. The
 //! daemon applies a reload completely or not at all.
 
-mod common;
-
-use common::{TIMEOUT, until};
+use crate::common::{TIMEOUT, until};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
@@ -354,7 +352,7 @@ fn a_reload_is_applied_completely_or_not_at_all() {
     let set = running.client().set_quota("b".into(), quota).call();
     set.expect("a reserve that fits into the pool was refused");
     let config = tmem_sim::DriverConfig::default();
-    let mut guest = tmem_sim::Driver::new(common::guest("a"), config)
+    let mut guest = tmem_sim::Driver::new(crate::common::guest("a"), config)
         .expect("cannot create the simulated guest");
     guest
         .connect(&at.join("a.sock"))
@@ -376,7 +374,7 @@ fn a_reload_is_applied_completely_or_not_at_all() {
             "the log does not report an unchanged configuration and {part:?}: {said}"
         );
         assert_eq!(held(), (64, 40, 24));
-        common::work(&mut guest, 300);
+        crate::common::work(&mut guest, 300);
         let stats = running.client().get_stats(Some("a".into())).call();
         assert_eq!(
             stats
@@ -600,7 +598,7 @@ fn a_reload_changes_the_rate_limit() {
     });
     let mut guests: Vec<tmem_sim::Driver> = Vec::new();
     for (number, name) in ["web", "db"].into_iter().enumerate() {
-        let guest = common::guest(name);
+        let guest = crate::common::guest(name);
         let config = tmem_sim::DriverConfig {
             seed: number as u64,
             ..Default::default()
@@ -623,7 +621,7 @@ fn a_reload_changes_the_rate_limit() {
     };
     // The guest sends requests as fast as it can. The daemon answers each request at once, refuses
     // most puts, and answers most gets with misses.
-    common::work(&mut guests[0], 300);
+    crate::common::work(&mut guests[0], 300);
     let (pages, requests) = figures("web");
     assert!(
         pages > 500 && requests >= 300,
@@ -648,7 +646,7 @@ fn a_reload_changes_the_rate_limit() {
         "the log says that the removed rate applies only at the next start: {log}"
     );
     let before = figures("web").0;
-    common::work(&mut guests[0], 300);
+    crate::common::work(&mut guests[0], 300);
     assert_eq!(
         figures("web").0,
         before,

@@ -3,9 +3,7 @@
 //! replays the requests in flight: all requests after the last one that the used ring reports. The
 //! new daemon answers them with STALE, and returns no page of the old daemon.
 
-mod common;
-
-use common::{Daemon, seed, work};
+use crate::common::{Daemon, seed, work};
 use tmem_sim::{Driver, Key, Request};
 use vhost::VhostBackend;
 use virtio_tmem as wire;
@@ -202,7 +200,7 @@ fn a_stale_request_changes_nothing() {
             };
             driver.guest.add(queue, request.clone(), wrong).unwrap();
             driver.guest.publish(queue);
-            let done = driver.guest.drain(common::TIMEOUT).unwrap();
+            let done = driver.guest.drain(crate::common::TIMEOUT).unwrap();
             let answer = &done[0].answer;
             assert_eq!(
                 answer.status,
@@ -240,7 +238,7 @@ fn generation_requests_return_the_current_generation() {
         for carried in carried.collect::<Vec<_>>() {
             driver.guest.add(0, Request::Generation, carried).unwrap();
             driver.guest.publish(0);
-            let done = driver.guest.drain(common::TIMEOUT).unwrap();
+            let done = driver.guest.drain(crate::common::TIMEOUT).unwrap();
             let answer = &done[0].answer;
             assert_eq!((answer.status, answer.generation), (wire::S_OK, now));
             assert_eq!(answer.used_bytes, 16);
@@ -259,7 +257,7 @@ fn generation_requests_return_the_current_generation() {
             driver.guest.connect(&socket).is_ok()
         });
         driver.guest.start().unwrap();
-        let done = driver.guest.drain(common::TIMEOUT).unwrap();
+        let done = driver.guest.drain(crate::common::TIMEOUT).unwrap();
         let next = driver.guest.generation();
         assert_ne!(next, now);
         let answer = &done[0].answer;

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of single rules of SPEC.md. A test fails if the daemon violates the rule.
 
-mod common;
-
-use common::{Daemon, TIMEOUT, every_queue_answers, guest, work};
+use crate::common::{Daemon, TIMEOUT, every_queue_answers, guest, work};
 use tmem_sim::{Content, Driver, GuestConfig, GuestError, Key, PutPage, Range, Request};
 use virtio_tmem as wire;
 

@@ -3,9 +3,7 @@
 //! add and remove memory in any order while requests are in flight. The daemon refuses a further
 //! slot, and memory above the number of regions of all VMs. Other VMs are not affected.
 
-mod common;
-
-use common::{Daemon, allow_many_files, guest, seed, taken_by, until, work};
+use crate::common::{Daemon, allow_many_files, guest, seed, taken_by, until, work};
 use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
 use vhost::VhostUserMemoryRegionInfo;

@@ -27,7 +27,7 @@ fn live(round: u64) {
             seed: round,
             ..DriverConfig::default()
         };
-        let mut driver = Driver::new(common::guest(&vm.name), driver)
+        let mut driver = Driver::new(crate::common::guest(&vm.name), driver)
             .expect("cannot create the simulated guest");
         driver
             .guest
@@ -46,7 +46,7 @@ fn live(round: u64) {
         driver
             .create_pool()
             .expect("the device did not create a pool");
-        common::work(&mut driver, 200);
+        crate::common::work(&mut driver, 200);
         drivers.push(driver);
     }
     let _client =

@@ -6,9 +6,7 @@
 //! resources stay within the bounds of docs/operating.md. They return to their first values after
 //! the VMs have disconnected.
 
-mod common;
-
-use common::{Daemon, seed};
+use crate::common::{Daemon, seed};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, RamRegion};
@@ -72,7 +70,7 @@ impl Meeting {
     fn all(&self, parties: usize) {
         let arrived = self.0.fetch_add(1, Ordering::SeqCst) + 1;
         let wanted = arrived.next_multiple_of(parties);
-        let deadline = Instant::now() + common::scaled(REPLY_TIMEOUT);
+        let deadline = Instant::now() + crate::common::scaled(REPLY_TIMEOUT);
         while self.0.load(Ordering::SeqCst) < wanted {
             assert!(
                 Instant::now() < deadline,
@@ -84,10 +82,10 @@ impl Meeting {
 }
 
 /// Polls the resources of the daemon until `stated` returns true for them, and returns them.
-fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
-    let deadline = Instant::now() + common::scaled(common::TIMEOUT);
+fn settled(pid: i32, stated: impl Fn(&crate::common::Taken) -> bool) -> crate::common::Taken {
+    let deadline = Instant::now() + crate::common::scaled(crate::common::TIMEOUT);
     loop {
-        let now = common::taken_by(pid);
+        let now = crate::common::taken_by(pid);
         if stated(&now) {
             return now;
         }
@@ -102,7 +100,7 @@ fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
 /// Connects a guest to its VM's socket. Tries again while the VM's previous connection has not
 /// ended.
 fn connect(driver: &mut Driver, socket: &std::path::Path) {
-    common::until("the VM's socket is free", || {
+    crate::common::until("the VM's socket is free", || {
         driver.guest.connect(socket).is_ok()
     });
     driver.guest.start().unwrap();
@@ -146,7 +144,7 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
     let mut before = daemon.taken();
     let mut same = 0;
     daemon.until("no VM is connected", || {
-        let now = common::taken_by(before.pid);
+        let now = crate::common::taken_by(before.pid);
         same = match (now.threads, now.descriptors) == (before.threads, before.descriptors) {
             true => same + 1,
             false => 0,
@@ -225,5 +223,5 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
     println!("daemon's resources after all rounds: {after:?}");
     // After all rounds, the daemon serves a new connection.
     let mut driver = daemon.driver("vm0", seed);
-    common::work(&mut driver, 100);
+    crate::common::work(&mut driver, 100);
 }

@@ -2,9 +2,7 @@
 //! Tests of the daemon's trace recorder. Its file contains the requests of guests in their order,
 //! and nothing else.
 
-mod common;
-
-use common::Daemon;
+use crate::common::Daemon;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use tmem_sim::{Content, Driver, PutPage, Range, Request};

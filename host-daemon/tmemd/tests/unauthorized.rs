@@ -4,9 +4,7 @@
 //!
 //! The tests need root, because only root can connect as another user.
 
-mod common;
-
-use common::{Daemon, TIMEOUT, until};
+use crate::common::{Daemon, TIMEOUT, until};
 use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use std::fs::{self, Permissions};

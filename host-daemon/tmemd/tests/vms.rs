@@ -2,9 +2,7 @@
 //! Tests of VMs that an operator adds and removes while the daemon runs, and that the daemon
 //! restores after a restart.
 
-mod common;
-
-use common::{TIMEOUT, until};
+use crate::common::{TIMEOUT, until};
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};

@@ -3,9 +3,7 @@
 //! stops, or hangs. The daemon hangs if at least one of its threads hangs. Each test takes the
 //! place of the service manager, and listens on the socket that NOTIFY_SOCKET names.
 
-mod common;
-
-use common::Daemon;
+use crate::common::Daemon;
 use std::io::Write;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::time::{Duration, Instant};
@@ -26,7 +24,7 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
         let path = directory.join("notify");
         let socket = UnixDatagram::bind(&path).expect("cannot bind the socket");
         socket
-            .set_read_timeout(Some(common::TIMEOUT))
+            .set_read_timeout(Some(crate::common::TIMEOUT))
             .expect("cannot set the socket's time-out");
         manager = Some(socket);
         vec![
@@ -74,7 +72,7 @@ fn the_service_manager_is_notified_of_start_progress_and_stop() {
         "four notifications took longer than four periods"
     );
     let mut driver = daemon.driver("a", 1);
-    common::work(&mut driver, 300);
+    crate::common::work(&mut driver, 300);
     daemon.terminate();
     let mut last = hear(&manager);
     while last == LIVES {
@@ -91,7 +89,7 @@ fn threads_that_wait_for_clients_do_not_count_as_hung() {
     let (mut daemon, manager) = watched(&[("idle", None), ("half", None), ("silent", None)]);
     // The workers have served requests of this VM, and are idle from here on.
     let mut driver = daemon.driver("idle", 1);
-    common::work(&mut driver, 50);
+    crate::common::work(&mut driver, 50);
     let mut half =
         UnixStream::connect(daemon.socket("half")).expect("cannot connect to the socket");
     half.write_all(&[1, 0, 0, 0, 1])
@@ -155,7 +153,7 @@ fn a_hung_worker_is_reported() {
     let begun = Instant::now();
     let stopped = loop {
         assert!(
-            begun.elapsed() < 4 * common::TIMEOUT,
+            begun.elapsed() < 4 * crate::common::TIMEOUT,
             "the daemon did not report the hang in time"
         );
         // These requests keep the workers busy for some milliseconds. The test must stop a worker

@@ -2,12 +2,10 @@
 //! Tests that the daemon's workers sleep without requests and share their time fairly among guests.
 //! Both event loops are tested: io_uring and epoll.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use common::{Daemon, guest, until, work};
+use crate::common::{Daemon, guest, until, work};
 use tmem_sim::{Content, DriverConfig, FakeGuest, GuestConfig, Missing, PutPage, Request, skipped};
 
 fn daemon(vms: &[(&str, Option<&str>)], event_loop: &str, workers: usize) -> Daemon {

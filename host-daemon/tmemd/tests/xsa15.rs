@@ -4,9 +4,7 @@
 //! through a VM's socket. `liars.rs` tests single malformed requests, and `rules.rs` tests single
 //! rules of the specification.
 
-mod common;
-
-use common::{Daemon, TIMEOUT, every_queue_answers, guest, until, work};
+use crate::common::{Daemon, TIMEOUT, every_queue_answers, guest, until, work};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
