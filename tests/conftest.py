@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from harness import kernel as kernels
-from harness import kvm, shards
+from harness import kvm
 from harness import module as modules
 from harness.kernel import Kernel
 from harness.paths import HarnessError, host_binary, qemu_binary
@@ -25,7 +25,6 @@ FAILED = pytest.StashKey[bool]()
 class Results:
     """Results of all tests of this run, including those in worker processes of pytest-xdist."""
 
-    durations: dict[str, float] = field(default_factory=dict)
     ran: bool = False
     skipped: str = ""
 
@@ -34,9 +33,6 @@ class Results:
             self.skipped = report.longrepr[2]
         elif report.when == "call":
             self.ran = True
-        # A test's duration excludes builds, which happen before the first test.
-        if report.when == "call" and report.passed:
-            self.durations[report.nodeid] = report.duration
 
 
 RESULTS = pytest.StashKey[Results]()
@@ -48,12 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kvm", action="store_true", help="run on KVM; skip all tests if KVM cannot be used"
     )
-    parser.addoption("--shard", help="K/N: run the K-th of N parts of similar duration")
-    parser.addoption(
-        "--durations-to",
-        type=Path,
-        help="write the durations to this file, in the form of tests/durations.txt",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,8 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(config.stash[RESULTS])
 
 
-# The hook has `trylast`, so that -m and -k have already selected the tests.
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--kvm"):
         reason = kvm.why_not(kernels.prepare(config.getoption("--kernel")))
@@ -72,16 +60,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
         else:
             os.environ["TMEM_ACCEL"] = "kvm"
-    shard = config.getoption("--shard")
-    if not shard:
-        return
-    part, _, of = shard.partition("/")
-    if not (part.isdigit() and of.isdigit() and 1 <= int(part) <= int(of)):
-        raise pytest.UsageError(f"--shard {shard}: expected K/N with 1 <= K <= N")
-    names = [item.nodeid for item in items]
-    mine = set(shards.split(names, shards.read(), int(of))[int(part) - 1])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
-    items[:] = [item for item in items if item.nodeid in mine]
 
 
 def pytest_terminal_summary(
@@ -100,8 +78,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     results = session.config.stash[RESULTS]
     if results.skipped and not results.ran and session.config.getoption("--not-all-skipped"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if path := session.config.getoption("--durations-to"):
-        shards.write(path, results.durations)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,9 +48,7 @@ def host_binary(name: str) -> Path:
     target = ROOT / "target"
     found = [path for kind in ("release", "debug") if (path := target / kind / name).is_file()]
     if not found:
-        raise HarnessError(
-            f"{name} is not built: run make daemon, or set TMEM_BIN_DIR"
-        )
+        raise HarnessError(f"{name} is not built: run make daemon, or set TMEM_BIN_DIR")
     return max(found, key=lambda path: path.stat().st_mtime)
 
 

@@ -6,11 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from harness.paths import ROOT
-
-pytestmark = pytest.mark.smoke
 
 DRIVER = ROOT / "guest-driver"
 ABI = DRIVER / "ABI/sysfs-kernel-virtio_tmem"

@@ -6,11 +6,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from harness.paths import ROOT
-
-pytestmark = pytest.mark.smoke
 
 RULES = ROOT / "host-daemon/tmem-hook/apparmor/libvirt-qemu"
 STOCK = Path("/etc/apparmor.d")

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bench_locks import Lock, driver_locks, parse, thread_times
-
-pytestmark = pytest.mark.smoke
 
 NUMBERS = "0.10 12.00 100.00 0.50"
 STATISTICS = f"""\

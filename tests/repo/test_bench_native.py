@@ -22,8 +22,6 @@ from bench_native import (
 from harness.paths import ROOT, HarnessError
 from native_bench import shown
 
-pytestmark = pytest.mark.smoke
-
 PAGE = ROOT / "docs/benchmarks/native.md"
 FACTS = {
     "processors": 2,

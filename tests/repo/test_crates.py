@@ -11,8 +11,6 @@ import pytest
 
 from harness.paths import ROOT
 
-pytestmark = pytest.mark.smoke
-
 RULES = ROOT / "deny.toml"
 DATABASE = "https://github.com/RustSec/advisory-db"
 ADVISORY = """```toml

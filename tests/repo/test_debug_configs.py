@@ -7,8 +7,6 @@ import pytest
 
 from harness import debug_kernel
 
-pytestmark = pytest.mark.smoke
-
 
 def test_last_config_fragment_overrides_earlier_values() -> None:
     base = "# a comment\nCONFIG_A=y\nCONFIG_B=y\n"

@@ -15,8 +15,6 @@ from harness.native import NativeVm
 from harness.paths import HarnessError
 from harness.vm import MIB
 
-pytestmark = pytest.mark.smoke
-
 POOL = {"pages": 10, "original_bytes": 40960, "held_bytes": 4096, "shared_pages": 3}
 
 

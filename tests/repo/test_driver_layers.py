@@ -10,10 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from test_abi import DRIVER
-
-pytestmark = pytest.mark.smoke
 
 # Layers from the bottom up. A file uses only files of the layers below its own. hooks/intree.c is
 # left out: it takes the place of two files, ftrace.c and tracepoints.c.

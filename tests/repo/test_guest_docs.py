@@ -12,8 +12,6 @@ from test_abi import DRIVER, sources
 from harness import kernel, served
 from harness.paths import ROOT
 
-pytestmark = pytest.mark.smoke
-
 SUPPORT = ROOT / "docs/guest-support.md"
 README = DRIVER / "README.md"
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from test_abi import DRIVER
 from test_guest_docs import code, table
 
 from harness import kernel
 from harness.paths import ROOT, TESTS
-
-pytestmark = pytest.mark.smoke
 
 PAGE = ROOT / "docs/guest-tests.md"
 NAME = r"`(test_\w+)::(test_\w+)`"

@@ -9,11 +9,7 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from harness.host_use import mapped_bytes, page_table_bytes, processor_seconds
-
-pytestmark = pytest.mark.smoke
 
 SHARED_BYTES = 64 << 20
 # Upper bound of the memory that a small Python process uses itself.

@@ -15,8 +15,6 @@ import pytest
 from test_abi import DRIVER
 from test_driver_layers import code
 
-pytestmark = pytest.mark.smoke
-
 # Functions that run for each page or folio: the probes, the replacements of read functions, and
 # the function that ftrace calls before these.
 ROOTS = (

@@ -14,8 +14,6 @@ from harness import kvm
 from harness.kernel import Kernel
 from harness.paths import TESTS
 
-pytestmark = pytest.mark.smoke
-
 
 @pytest.mark.parametrize(
     "device, reason",

@@ -10,8 +10,6 @@ import pytest
 
 from harness.paths import ROOT
 
-pytestmark = pytest.mark.smoke
-
 LONG = "The guest " + "very " * 18 + "\n" + "very " * 15 + "often reads a page."
 GOOD = {
     "page.md": "# Title\n\nThe daemon evicts a page. Who connects?\n\n```\n"

@@ -11,11 +11,7 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from harness.paths import ROOT
-
-pytestmark = pytest.mark.smoke
 
 SOURCE = ROOT / "guest-driver/tools/tmem-guest.c"
 PAGE = ROOT / "guest-driver/tools/tmem-guest.8"

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from harness.paths import ROOT
-
-pytestmark = pytest.mark.smoke
 
 GUIDE = (ROOT / "docs/operating.md").read_text()
 

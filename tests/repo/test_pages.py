@@ -11,8 +11,6 @@ from test_guest_docs import check_links
 
 from harness.paths import ROOT
 
-pytestmark = pytest.mark.smoke
-
 README_LINES_MAX = 120
 COLUMNS_MAX = 100
 PAGES = [

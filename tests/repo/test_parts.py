@@ -15,8 +15,6 @@ from harness.kernel import Kernel
 from harness.paths import HarnessError
 from harness.process import Process
 
-pytestmark = pytest.mark.smoke
-
 
 def fake_kernel(root: Path) -> Kernel:
     modules = root / "lib/modules/1.0"

@@ -32,8 +32,6 @@ from proof.rivals import ARMS, CACHE, POOL, RAM, Fleet, Rivals
 from proof.run import MAKE, Run
 from proof.workloads import WITH, WITHOUT, RandomReread, Workload, Write
 
-pytestmark = pytest.mark.smoke
-
 
 def test_ratio_of_medians_lies_in_its_confidence_interval() -> None:
     pairs = [(10.0, 2.0), (12.0, 2.0), (8.0, 2.0), (11.0, 4.0), (10.0, 1.0)]

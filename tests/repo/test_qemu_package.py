@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from harness.paths import ROOT
-
-pytestmark = pytest.mark.smoke
 
 QEMU = ROOT / "qemu-dev"
 PROGRAM = "/usr/bin/qemu-system-x86_64-tmem"

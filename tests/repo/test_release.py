@@ -44,7 +44,6 @@ def copied(directory: Path) -> Path:
     return directory / "scripts/version"
 
 
-@pytest.mark.smoke
 def test_all_files_name_the_same_version(tmp_path: Path) -> None:
     version = passed(ROOT / "scripts/version").strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
@@ -66,7 +65,6 @@ def test_all_files_name_the_same_version(tmp_path: Path) -> None:
         assert name in done.stdout or name.endswith("Cargo.toml")
 
 
-@pytest.mark.smoke
 def test_setting_a_version_changes_all_files(tmp_path: Path) -> None:
     script = copied(tmp_path)
     old = passed(script).strip()
@@ -82,7 +80,6 @@ def test_setting_a_version_changes_all_files(tmp_path: Path) -> None:
 SOURCE_TREE = ROOT / "scripts/source-tree"
 
 
-@pytest.mark.smoke
 def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Path) -> None:
     """The script leaves a directory with other files, and the repository itself, as they are."""
     target = tmp_path / "tree"
@@ -108,7 +105,6 @@ def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Pa
     assert (copy / "Makefile").exists() and (copy / "docs/install.md").exists()
 
 
-@pytest.mark.smoke
 def test_source_tree_script_copies_no_untracked_files(tmp_path: Path) -> None:
     """Neither a checkout behind a link nor one of another user counts as a source archive."""
     (tmp_path / "link").symlink_to(ROOT)
@@ -129,7 +125,6 @@ touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.b
 """
 
 
-@pytest.mark.smoke
 def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: Path) -> None:
     """With one target directory for both, Cargo would use the commit's programs for the tree."""
     program = tmp_path / "bin/dpkg-buildpackage"
@@ -299,7 +294,6 @@ def test_tag_is_signed_and_on_a_commit_of_its_version(tmp_path: Path, key: dict[
     assert run(tag, "7.8", **environment).returncode == 2
 
 
-@pytest.mark.smoke
 def test_previous_release_can_get_its_tag(tmp_path: Path) -> None:
     """docs/releasing.md has the command that makes this tag, on a commit of the older version."""
     commit = passed(ROOT / "scripts/previous-release", "--commit").strip()

@@ -8,8 +8,6 @@ import pytest
 from harness import served
 from harness.paths import HarnessError
 
-pytestmark = pytest.mark.smoke
-
 NAMES = {
     "bookworm": "linux-image-6.1.0-50-cloud-amd64-unsigned",
     "trixie-backports": "linux-image-7.4.1+deb13-cloud-amd64",

@@ -25,7 +25,7 @@ from harness.process import tail
 from harness.systemd import Systemd
 from harness.wait import scaled, until
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("host_programs")]
+pytestmark = [pytest.mark.usefixtures("host_programs")]
 
 SOURCES = ROOT / "host-daemon/tmemd"
 UNIT = "tmemd.service"

@@ -1,47 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Each test is in exactly one shard, and no shard takes much longer than the others."""
+"""The tables of tests/shards.py are complete, and CI runs the shards of a change first."""
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
-from harness import shards
+from harness.paths import ROOT, TESTS
 
-pytestmark = pytest.mark.smoke
+sys.path.append(str(TESTS))
+import shards
 
-
-def test_each_test_is_in_one_shard() -> None:
-    rng = random.Random(1)
-    durations = {f"vm/test_{i}": rng.expovariate(1 / 30) for i in range(90)}
-    names = [*durations, "vm/test_new", "unit/test_new"]
-    for parts in (1, 2, 7, len(names) + 1):
-        found = shards.split(names, durations, parts)
-        assert len(found) == parts
-        assert sorted(name for part in found for name in part) == sorted(names)
-        shuffled = rng.sample(names, len(names))
-        assert shards.split(shuffled, durations, parts) == found, (
-            "the shards depend on the order of the test names"
-        )
+# Directories whose files a shard of CI has to cover. `make check` suffices for changes of others.
+COVERED = ("debian/", "guest-driver/", "host-daemon/", "packaging/", "qemu-dev/", "tests/vm/")
 
 
-def test_shards_take_equally_long() -> None:
-    durations = {f"vm/long{i}": 300.0 for i in range(4)}
-    durations |= {f"vm/short{i}": 10.0 for i in range(60)}
-    for part in shards.split(durations, durations, 3):
-        assert abs(sum(durations[name] for name in part) - 600) <= 10
+def tracked() -> list[str]:
+    """Returns the paths of all files in git."""
+    command = ["git", "ls-files"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
-def test_tests_without_duration_are_spread_evenly() -> None:
-    durations = {f"unit/{i}": 0.0 for i in range(30)}
-    assert [len(part) for part in shards.split(durations, durations, 3)] == [10, 10, 10]
+def test_each_file_of_vm_tests_is_in_one_table() -> None:
+    tables = " ".join([*shards.DRIVER_TESTS.values(), shards.HOST_TESTS]).split()
+    own = {"native", "debug_kernel", "intree", "vendor_config"}
+    files = {path.stem.removeprefix("test_") for path in (TESTS / "vm").glob("test_*.py")}
+    assert sorted(tables) == sorted(files - own)
 
 
-def test_unmeasured_tests_keep_their_duration(tmp_path: Path) -> None:
-    path = tmp_path / "durations.txt"
-    shards.write(path, {"vm/a.py::a[x y]": 3.4, "vm/a.py::b": 5.0})
-    shards.write(path, {"vm/a.py::b": 70.0})
-    assert shards.read(path) == {"vm/a.py::a[x y]": 3.0, "vm/a.py::b": 70.0}
-    assert shards.read()
+def test_each_path_of_a_shard_exists() -> None:
+    files = tracked()
+    for name, shard in shards.SHARDS.items():
+        for prefix in shard.paths:
+            assert any(file.startswith(prefix) for file in files), f"{name}: {prefix}"
+
+
+@pytest.mark.parametrize("directory", COVERED)
+def test_each_file_of_the_product_is_covered_by_a_shard_of_ci(directory: str) -> None:
+    names = [name for name, shard in shards.SHARDS.items() if shard.ci]
+    for file in tracked():
+        if file.startswith(directory) and not file.endswith(".md"):
+            assert any(shards.covers(name, [file]) for name in names), file
+
+
+def test_shards_of_a_change_come_first_and_each_group_oldest_first() -> None:
+    begins = {name: float(number) for number, name in enumerate(shards.SHARDS)}
+    found = shards.order(["qemu-dev/src/hw/virtio/vhost-user-tmem.c"], begins)
+    assert found[:3] == ["host", "qemu", "qemu-newest"]
+    rest = found[3:]
+    assert rest == sorted(rest, key=begins.__getitem__)
+    assert set(found) == {name for name, shard in shards.SHARDS.items() if shard.ci}
+
+
+def test_shards_that_never_ran_come_before_others() -> None:
+    begins = {name: 1.0 for name in shards.SHARDS if name != "ops"}
+    assert shards.order([], begins)[0] == "ops"
+
+
+def test_unknown_commit_counts_the_files_of_the_last_commits() -> None:
+    assert shards.changed_files("0" * 40) == shards.changed_files("")
+    assert shards.changed_files("HEAD") == shards.git("diff", "--name-only", "HEAD").splitlines()

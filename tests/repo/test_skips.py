@@ -11,8 +11,6 @@ import pytest
 
 from harness.paths import TESTS
 
-pytestmark = pytest.mark.smoke
-
 SKIPPED = """
 import pytest
 

@@ -11,8 +11,6 @@ from test_guest_docs import table
 
 from harness.paths import ROOT
 
-pytestmark = pytest.mark.smoke
-
 PAGE = ROOT / "proto/SPEC.md"
 # Words with which a rule of each prefix begins. The prefix of limits is left out: limits describe
 # this implementation and are no rules of the device.

@@ -11,8 +11,6 @@ from test_guest_docs import table
 
 from harness.paths import ROOT
 
-pytestmark = pytest.mark.smoke
-
 PAGE = ROOT / "docs/threat-model.md"
 TABLES = ("guest-host", "guest-guest", "qemu", "local", "operator", "device", "disk")
 CELL = r"`[\w./-]+::\w+`"

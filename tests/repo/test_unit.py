@@ -7,11 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from harness.paths import ROOT
-
-pytestmark = pytest.mark.smoke
 
 UNIT = ROOT / "host-daemon/tmemd/tmemd.service"
 GUIDE = ROOT / "docs/operating.md"

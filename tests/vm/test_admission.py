@@ -186,7 +186,6 @@ def test_all_pages_are_put_while_the_pool_has_room(
     assert counters["hits"] > 32 * PAGES_MIB // 2
 
 
-@pytest.mark.smoke
 def test_only_reused_pages_are_put_with_the_workingset_hint(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -209,7 +208,6 @@ def test_only_reused_pages_are_put_with_the_workingset_hint(
             assert hints == 0 if times == 1 else hints >= pages * 9 // 10
 
 
-@pytest.mark.smoke
 def test_each_refusal_reason_has_its_own_counter(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

@@ -89,7 +89,6 @@ def test_operations_of_the_index_reschedule_after_bounded_work(
     assert not late, f"sections of more than {SECTION_INSTRUCTIONS} instructions: {late}"
 
 
-@pytest.mark.smoke
 def test_full_bucket_replaces_its_oldest_inodes(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -104,7 +103,6 @@ def test_full_bucket_replaces_its_oldest_inodes(
     assert stats(guest)["index_evicted"] - before == MORE_INODES
 
 
-@pytest.mark.smoke
 def test_full_index_keeps_most_pages_of_a_large_file(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

@@ -94,7 +94,6 @@ def devices(guest: Guest) -> tuple[list[str], list[str]]:
     return bound, [name for name in found if name not in bound]
 
 
-@pytest.mark.smoke
 def test_driver_without_a_device_puts_nothing(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -170,7 +169,6 @@ def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
     assert state(guest) == "tripped"
 
 
-@pytest.mark.smoke
 def test_injected_faults_and_limits_cause_no_wrong_byte(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -215,7 +213,6 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
     check_corruption(guest, files)
 
 
-@pytest.mark.smoke
 def test_index_limit_holds_while_all_processors_change_the_index(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -399,7 +396,6 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
     check_works(guest, files)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("memory", "retain"),
     [(128 * MIB, "off"), (128 * MIB, "on"), (3072 * MIB, "off")],
@@ -509,7 +505,6 @@ LINK_BYTES = 8  # memory of the slab allocator for each object, before Linux 6.1
 FILES_OF_A_SIZE = 4
 
 
-@pytest.mark.smoke
 def test_file_costs_the_documented_index_bytes(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -637,7 +632,6 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
     return growth(before, stats(guest))
 
 
-@pytest.mark.smoke
 def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

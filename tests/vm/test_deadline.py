@@ -108,7 +108,6 @@ def test_requests_of_a_readahead_share_one_deadline(
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_timer_slack_of_a_reader_does_not_extend_its_deadline(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -186,7 +185,6 @@ def test_stopped_vm_gets_pages_again_soon_after_it_continues(
         assert seconds_since_boot(guest) - begun < scaled(soon_seconds)
 
 
-@pytest.mark.smoke
 def test_nowait_readers_do_not_wait_for_the_host(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -280,7 +278,6 @@ def wait_for_guest(guest: Guest, seconds: float) -> None:
     until(lambda: seconds_since_boot(guest) >= end, 60, f"{seconds} s have passed in the guest")
 
 
-@pytest.mark.smoke
 def test_reader_sends_no_request_after_its_deadline(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -308,7 +305,6 @@ def test_reader_sends_no_request_after_its_deadline(
     assert checksums(guest, [FILE]) == sums
 
 
-@pytest.mark.smoke
 def test_probe_that_is_answered_late_leaves_the_breaker_open(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

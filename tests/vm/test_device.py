@@ -109,7 +109,6 @@ def heal(daemon: Daemon) -> None:
         daemon.resume()
 
 
-@pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
 def test_guest_and_qemu_work_without_a_daemon(session: Session, kernel: Kernel) -> None:
     daemon = session.daemon("vm1")
@@ -136,7 +135,6 @@ def test_guest_and_qemu_work_without_a_daemon(session: Session, kernel: Kernel) 
     vm.quit()
 
 
-@pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
 @TROUBLES
 def test_running_device_survives_daemon_faults(
@@ -286,7 +284,6 @@ def test_second_vm_on_a_socket_is_refused(session: Session, kernel: Kernel) -> N
     second.quit()
 
 
-@pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_register_accesses_do_no_harm(session: Session, kernel: Kernel, seed: int) -> None:

@@ -162,7 +162,6 @@ def test_files_open_for_direct_writes_leave_other_files_cached(
     tables.wait()
 
 
-@pytest.mark.smoke
 def test_marks_of_closed_files_are_freed_when_mark_memory_is_full(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

@@ -137,7 +137,6 @@ def test_evicted_files_are_read_back_from_the_pool(
     assert daemon.stats()["pool"]["pages"] <= held - taken + pages // 10
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("shared", [True, False], ids=["one-domain", "own-domains"])
 def test_equal_files_are_stored_once_per_trust_domain(
     session: Session, kernel: Kernel, module: Path, shared: bool
@@ -180,7 +179,6 @@ def test_equal_files_are_stored_once_per_trust_domain(
         assert stats(guest)["hits"] > 0
 
 
-@pytest.mark.smoke
 def test_cache_survives_a_pause_but_no_module_reload_or_reboot(tree: Tree) -> None:
     daemon, vm, guest, sums = tree.daemon, tree.vm, tree.guest, tree.sums
     first, second, *_ = files = list(sums)
@@ -223,7 +221,6 @@ def test_cache_survives_a_pause_but_no_module_reload_or_reboot(tree: Tree) -> No
     assert stats(guest)["hits"] > 0
 
 
-@pytest.mark.smoke
 def test_vm_loaded_from_a_snapshot_reads_the_disk_of_the_snapshot(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -341,7 +338,6 @@ def test_hung_daemon_opens_the_breaker(tree: Tree) -> None:
     assert stats(guest)["hits"] > before["hits"]
 
 
-@pytest.mark.smoke
 def test_late_breaker_trip_does_not_affect_a_new_daemon(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -368,7 +364,6 @@ def test_late_breaker_trip_does_not_affect_a_new_daemon(
     assert checksums(guest, files) == {path: sums[path] for path in files}
 
 
-@pytest.mark.smoke
 def test_driver_starts_when_a_daemon_appears(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -399,7 +394,6 @@ def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
     return path
 
 
-@pytest.mark.smoke
 def test_unknown_kernel_gets_no_cache(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -426,7 +420,6 @@ def test_unknown_kernel_gets_no_cache(session: Session, kernel: Kernel, module: 
     assert stats(guest)["puts"] > 0
 
 
-@pytest.mark.smoke
 def test_virtio_f_in_order_is_negotiated_if_the_kernel_supports_it(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -506,7 +499,6 @@ def test_unserved_file_systems_are_not_cached(
     assert stats(guest)["hits"] == 0
 
 
-@pytest.mark.smoke
 def test_drop_caches_empties_the_pool_only_with_drop_caches_flush(tree: Tree) -> None:
     """drop_caches puts evicted pages. With drop_caches_flush, values 2 and 3 empty the pool."""
     guest, sums = tree.guest, tree.sums
@@ -536,7 +528,6 @@ def test_drop_caches_empties_the_pool_only_with_drop_caches_flush(tree: Tree) ->
     assert stats(guest)["hits"] == before["hits"]
 
 
-@pytest.mark.smoke
 def test_module_reloads_under_load_cause_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

@@ -108,7 +108,6 @@ def check_cached(guest: Guest, sums: dict[str, str]) -> None:
     assert stats(guest)["hits"] - before > len(sums) * FILE_PAGES // 2
 
 
-@pytest.mark.smoke
 def test_encrypted_files_are_not_put(session: Session, kernel: Kernel, module: Path) -> None:
     """The page cache has encrypted files in plain text, which the host must not get."""
     guest = boot(
@@ -121,7 +120,6 @@ def test_encrypted_files_are_not_put(session: Session, kernel: Kernel, module: P
     check_not_cached(guest, make(guest, f"{WHERE}/secret/f"))
 
 
-@pytest.mark.smoke
 def test_verity_files_are_flushed_and_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -137,7 +135,6 @@ def test_verity_files_are_flushed_and_not_put(
     assert stats(guest)["index_pages"] <= held - FILE_PAGES // 2
 
 
-@pytest.mark.smoke
 def test_quota_files_are_not_put(session: Session, kernel: Kernel, module: Path) -> None:
     """Quota files are not cached, because the kernel writes them below their page cache."""
     guest = boot(session, kernel, module, modules=["quota_v2"], mount="usrquota")
@@ -228,7 +225,6 @@ def test_former_quota_file_reads_no_old_byte(
     check_cached(guest, make(guest, f"{WHERE}/other"))
 
 
-@pytest.mark.smoke
 def test_suspended_quota_file_keeps_its_mark(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -288,7 +284,6 @@ def test_loop_device_on_a_cached_file_reads_no_old_byte(
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_large_direct_write_erases_all_held_pages(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -351,7 +346,6 @@ def test_swap_file_is_flushed_and_not_put(session: Session, kernel: Kernel, modu
     guest.sh(f"{SPECIAL} same {path}")
 
 
-@pytest.mark.smoke
 def test_fadvise_on_part_of_a_page_does_not_prevent_puts(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -413,7 +407,6 @@ def test_mounts_of_one_file_system_share_one_cache(
     assert stats(guest)["hits"] == before["hits"]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 def test_overlayfs_files_are_cached_and_change_with_their_layers(
     session: Session, kernel: Kernel, module: Path, kind: str
@@ -482,7 +475,6 @@ INCOMPAT_INLINE_DATA = 0x8000
 INCOMPAT_EA_INODE = 0x0400
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("fs", ["ext4", "ext4-1k", "xfs"])
 def test_files_of_one_page_are_cached_and_follow_changes(
     session: Session, kernel: Kernel, module: Path, fs: str

@@ -181,7 +181,6 @@ def test_torture_omits_an_operation_that_the_stock_kernel_gets_wrong(
     assert wrong == [left_out, left_out]
 
 
-@pytest.mark.smoke
 def test_dirty_hook_alone_protects_split_folios(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

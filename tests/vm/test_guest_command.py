@@ -115,7 +115,6 @@ def test_status_and_stats_report_the_state_of_the_driver(
     assert all(json.loads(line).keys() == names for line in lines)
 
 
-@pytest.mark.smoke
 def test_never_policy_drops_pages_and_default_policy_allows_puts(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -163,7 +162,6 @@ def test_never_policy_drops_pages_and_default_policy_allows_puts(
     assert checksums(guest, [path]) == {path: sums[path]}
 
 
-@pytest.mark.smoke
 def test_policy_ends_when_its_file_is_deleted_or_unmounted(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -195,7 +193,6 @@ def test_policy_ends_when_its_file_is_deleted_or_unmounted(
     assert say(guest, f"policy {WHERE}/d {kept}")["never"] == 0
 
 
-@pytest.mark.smoke
 def test_policies_survive_the_replacement_of_the_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -220,7 +217,6 @@ def test_policies_survive_the_replacement_of_the_pool(
     assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
 
 
-@pytest.mark.smoke
 def test_requests_without_permission_and_invalid_requests_are_refused(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

@@ -21,7 +21,7 @@ from harness.session import Session
 from harness.vm import MIB, Config, Vm
 from harness.wait import until
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu")]
+pytestmark = pytest.mark.usefixtures("qemu")
 
 
 def test_guest_agent_runs_commands_and_transfers_files(session: Session, kernel: Kernel) -> None:

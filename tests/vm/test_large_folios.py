@@ -54,7 +54,6 @@ def orders_evicted(guest: Guest, path: str) -> list[int]:
     return [int(order) for number, order in found if int(number, 16) == ino]
 
 
-@pytest.mark.smoke
 def test_put_of_a_512_page_folio_is_limited_to_32_pages(
     session: Session, kernel: Kernel, module: Path, file_system: str
 ) -> None:

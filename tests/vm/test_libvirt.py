@@ -97,7 +97,6 @@ def arguments(xml: str) -> list[str]:
     return [arg.attrib["value"] for arg in ET.fromstring(xml).iter(name)]
 
 
-@pytest.mark.smoke
 def test_detach_reverts_the_changes_of_attach(libvirt: Libvirt, machine: Machine) -> None:
     """attach makes exactly the intended changes of the XML, and detach reverts them."""
     before = define(libvirt, machine)
@@ -148,7 +147,6 @@ def retain(libvirt: Libvirt, machine: Machine) -> str | None:
     return dict(part.split("=", 1) for part in device.split(",")[1:]).get("retain")
 
 
-@pytest.mark.smoke
 def test_attach_sets_retain_only_if_qemu_and_daemon_support_it(
     session: Session, libvirt: Libvirt, machine: Machine
 ) -> None:
@@ -223,7 +221,6 @@ exec {qemu_binary()} "$@"
     assert f"<title>change {changes}</title>" in libvirt.config(machine.name)
 
 
-@pytest.mark.smoke
 def test_killed_test_run_leaves_no_process(session: Session, machine: Machine) -> None:
     """If a test run is killed, all its processes end, also QEMUs that libvirtd has started."""
 
@@ -264,7 +261,6 @@ def test_killed_test_run_leaves_no_process(session: Session, machine: Machine) -
     until(lambda: not there(), 20, "no process of the run is left")
 
 
-@pytest.mark.smoke
 def test_misconfigurations_are_reported_with_a_remedy(libvirt: Libvirt, machine: Machine) -> None:
     before = define(libvirt, machine)
     words = libvirt.refused("attach", machine.name, "--emulator", "/bin/true")
@@ -426,7 +422,6 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
     assert run(["xmllint", "--noout", "--relaxng", SCHEMA, document]).status != 0
 
 
-@pytest.mark.smoke
 def test_hook_stops_a_start_only_if_the_cache_is_required(
     session: Session, libvirt: Libvirt, machine: Machine
 ) -> None:
@@ -510,7 +505,6 @@ def shows(daemon: Daemon, part: str) -> None:
     )
 
 
-@pytest.mark.smoke
 def test_bridge_applies_quotas_after_any_service_restarts(
     session: Session, libvirt: Libvirt, machine: Machine
 ) -> None:

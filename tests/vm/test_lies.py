@@ -94,7 +94,6 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
     assert state(guest) == "tripped", "the breaker is not open although all answers are late"
 
 
-@pytest.mark.smoke
 def test_slow_or_silent_device_opens_the_breaker(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -123,7 +122,6 @@ def test_slow_or_silent_device_opens_the_breaker(
         assert stats(guest)["mismatches"] == 0
 
 
-@pytest.mark.smoke
 def test_wrong_answers_under_load_cause_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -223,7 +221,6 @@ def log(guest: Guest) -> str:
     return guest.sh("dmesg", 60)
 
 
-@pytest.mark.smoke
 def test_set_up_that_fails_after_a_reset_is_repeated(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

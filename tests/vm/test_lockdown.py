@@ -63,7 +63,6 @@ def sign(kernel: Kernel, module: Path, directory: Path) -> Path:
     return signed
 
 
-@pytest.mark.smoke
 def test_refused_modules_log_the_documented_messages(
     session: Session,
     kernel: Kernel,

@@ -106,7 +106,6 @@ def check_lost(guest: Guest, content: bytes, before: dict[str, int], pages: int)
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("retain", ["off", "on"])
 def test_page_with_an_injected_memory_error_is_not_put(
     session: Session, kernel: Kernel, test_module: Path, retain: str
@@ -137,7 +136,6 @@ def wait_copy(gdb: Gdb, function: int, content: bytes) -> int:
     pytest.fail("the driver does not copy the pages of the file with the kernel's function")
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("retain", ["off", "on"])
 def test_machine_check_during_the_copy_of_an_evicted_page_loses_only_the_page(
     session: Session, kernel: Kernel, module: Path, retain: str

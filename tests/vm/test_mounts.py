@@ -129,7 +129,6 @@ def make(guest: Guest, where: str) -> dict[str, str]:
     return sums
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("fault", ["disk", "retained"])
 def test_wrong_page_blocks_only_its_mount(
     session: Session, kernel: Kernel, test_module: Path, fault: str
@@ -262,7 +261,6 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_switched_off_file_system_type_is_not_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -302,7 +300,6 @@ def test_switched_off_file_system_type_is_not_cached(
     assert refused.status != 0
 
 
-@pytest.mark.smoke
 def test_open_sysfs_files_survive_unmount_and_unload(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -470,7 +467,6 @@ def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
     return {path: hashlib.sha256(content).hexdigest() for path, content in right.items()}
 
 
-@pytest.mark.smoke
 def test_inode_marks_survive_the_replacement_of_a_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -500,7 +496,6 @@ def test_inode_marks_survive_the_replacement_of_a_pool(
     assert mount.read("state") == "on"
 
 
-@pytest.mark.smoke
 def test_replacement_of_a_pool_drops_pending_disk_comparisons(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -544,7 +539,6 @@ def test_replacement_of_a_pool_drops_pending_disk_comparisons(
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_inode_creation_waits_for_a_bounded_number_of_inodes(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -577,7 +571,6 @@ def test_inode_creation_waits_for_a_bounded_number_of_inodes(
     check_cached(guest, make(guest, WHERE))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 def test_read_only_and_remounted_mounts_are_cached(
     session: Session, kernel: Kernel, module: Path, kind: str

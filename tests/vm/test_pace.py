@@ -26,7 +26,7 @@ from harness.kernel import Kernel
 from harness.session import Session
 from harness.vm import MIB, Tmem
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 RAM_BYTES = 192 * MIB
 FILE_MIB = 320  # more than the RAM, so that kswapd evicts while the file is read

@@ -43,7 +43,7 @@ from harness.session import Session
 from harness.vm import Tmem
 from harness.wait import until
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 PATCH = "/patch.ko"
 LIVE_PATCH = "/live.ko"

@@ -165,7 +165,6 @@ def test_reset_waits_until_ram_keeps_its_size(
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_memory_does_not_follow_ram_for_movable_pages(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

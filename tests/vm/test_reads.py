@@ -176,7 +176,6 @@ def test_disk_requests_are_dispatched_before_the_driver_waits(
     assert checksums(guest, [FILE]) == sums
 
 
-@pytest.mark.smoke
 def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, module: Path) -> None:
     """One large read(2) waits at most 11 deadlines in total for a silent or slow device."""
     deadline_us = DEADLINE_MS * 1000

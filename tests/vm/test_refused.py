@@ -33,7 +33,7 @@ from harness.session import Session
 from harness.vm import MIB
 from harness.wait import until
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 INNER = "/inner"
 SECTOR = 512

@@ -177,7 +177,6 @@ def test_unchanged_pages_need_no_copy_when_they_are_evicted_again(
     assert daemon.stats()["pool"]["retained_pages"] > 0
 
 
-@pytest.mark.smoke
 def test_full_batches_of_references_need_no_feeder_thread(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -228,7 +227,6 @@ def test_changed_retained_pages_are_put_as_copies(
     check_right(guest, sums)
 
 
-@pytest.mark.smoke
 def test_page_with_the_end_of_the_file_is_never_retained(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -252,7 +250,6 @@ def test_page_with_the_end_of_the_file_is_never_retained(
             assert (grown["refs"], grown["puts"]) == (10, -(-size // PAGE) - 10)
 
 
-@pytest.mark.smoke
 def test_no_reference_is_sent_for_files_that_may_differ_from_the_disk(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -283,7 +280,6 @@ def test_no_reference_is_sent_for_files_that_may_differ_from_the_disk(
     assert checksums(guest, list(sums)) == sums
 
 
-@pytest.mark.smoke
 def test_wrong_answers_to_references_cause_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -312,7 +308,6 @@ def test_wrong_answers_to_references_cause_no_wrong_byte(
             wait_served(guest)
 
 
-@pytest.mark.smoke
 def test_page_that_the_host_does_not_retain_is_put_as_a_copy(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -329,7 +324,6 @@ def test_page_that_the_host_does_not_retain_is_put_as_a_copy(
         check_right(guest, sums)
 
 
-@pytest.mark.smoke
 def test_page_that_the_host_does_not_retain_leaves_no_entry_if_later_pages_are_erased(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -425,7 +419,6 @@ def boot_with_small_index(
     return guest, some, before
 
 
-@pytest.mark.smoke
 def test_full_index_erases_retained_entries_first(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -457,7 +450,6 @@ def test_full_index_erases_retained_entries_first(
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_retained_entries_leave_a_nearly_full_index_for_small_files(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -502,7 +494,6 @@ def test_retained_entries_leave_a_nearly_full_index_for_small_files(
     assert checksums(guest, list(some)) == some
 
 
-@pytest.mark.smoke
 def test_changed_retained_page_blocks_the_mount(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -526,7 +517,6 @@ def test_changed_retained_page_blocks_the_mount(
     assert checksums(guest, list(sums)) == sums
 
 
-@pytest.mark.smoke
 def test_readahead_gets_no_page_after_its_mount_was_blocked(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -559,7 +549,6 @@ def test_readahead_gets_no_page_after_its_mount_was_blocked(
     until(lambda: stats(guest)["index_pages"] == 0, SETTLE_SECONDS, "the pool is emptied")
 
 
-@pytest.mark.smoke
 def test_changed_retained_page_reveals_a_missing_dirty_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -575,7 +564,6 @@ def test_changed_retained_page_reveals_a_missing_dirty_hook(
     assert checksums(guest, list(sums)) == sums
 
 
-@pytest.mark.smoke
 def test_retained_page_is_not_requested_twice(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -598,7 +586,6 @@ def test_retained_page_is_not_requested_twice(
     wait_blocked(guest, CHANGED)
 
 
-@pytest.mark.smoke
 def test_hole_punched_in_a_retained_page_keeps_the_cache_on(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -637,7 +624,6 @@ def test_hole_punched_in_a_retained_page_keeps_the_cache_on(
     assert guest.get(path) == bytes(content)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("fault", "counter"),
     [("mark_late", "puts_dropped_bypass"), ("policy_late", "puts_dropped_policy")],
@@ -662,7 +648,6 @@ def test_no_reference_is_sent_for_a_file_marked_during_an_eviction(
     assert checksums(guest, [path]) == {path: sums[path]}
 
 
-@pytest.mark.smoke
 def test_late_answers_to_references_do_not_erase_newer_puts(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -697,7 +682,6 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
         check_right(guest, sums)
 
 
-@pytest.mark.smoke
 def test_reference_sent_after_a_newer_put_changes_no_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -732,7 +716,6 @@ def test_reference_sent_after_a_newer_put_changes_no_page(
         check_right(guest, sums)
 
 
-@pytest.mark.smoke
 def test_late_answer_to_a_get_leaves_no_index_entry(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -757,7 +740,6 @@ def test_late_answer_to_a_get_leaves_no_index_entry(
         check_right(guest, sums)
 
 
-@pytest.mark.smoke
 def test_pages_whose_references_were_dropped_are_still_returned(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -778,7 +760,6 @@ def test_pages_whose_references_were_dropped_are_still_returned(
         check_right(guest, sums)
 
 
-@pytest.mark.smoke
 def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -854,7 +835,6 @@ def retained_folios(
     return guest, path, bytearray(content), {int(at) // PAGE: 1 << int(n) for at, n in found}
 
 
-@pytest.mark.smoke
 def test_hole_in_a_retained_folio_erases_only_the_page_of_the_hole(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -870,7 +850,6 @@ def test_hole_in_a_retained_folio_erases_only_the_page_of_the_hole(
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_no_reference_is_sent_for_a_folio_with_a_hwpoison_page(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

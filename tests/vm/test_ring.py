@@ -28,7 +28,7 @@ from harness.session import Session
 from harness.vm import MIB, Tmem
 from harness.wait import until
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 QUEUES = 4
 CHUNK = "/mnt/chunk"
@@ -222,6 +222,7 @@ def test_partial_batches_are_sent_after_a_bounded_delay(
     assert after["puts_stored"] - before["puts_stored"] == after["puts"] - before["puts"]
 
 
+@pytest.mark.smoke
 def test_dropped_flushes_are_counted_and_cause_no_old_page(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

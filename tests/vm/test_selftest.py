@@ -18,7 +18,7 @@ from harness.kernel import Kernel
 from harness.session import Session
 from harness.vm import Tmem
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 # Parameter of the module that hides a hook, and a text that the driver's state must then contain.
 BLIND = [
@@ -31,6 +31,7 @@ BLIND = [
 ]
 
 
+@pytest.mark.smoke
 def test_self_test_detects_each_missing_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

@@ -120,7 +120,6 @@ def test_vm_restored_from_a_file_starts_with_an_empty_pool(session: Session, wor
     world.is_as_before(wake(session, world, path), known)
 
 
-@pytest.mark.smoke
 def test_vm_reverted_to_a_snapshot_reads_no_newer_page(session: Session, world: World) -> None:
     """A VM that is reverted to a snapshot of memory and disk reads no page from after it.
 

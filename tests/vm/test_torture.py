@@ -32,9 +32,9 @@ from harness.session import Session
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# Number of random operations of the main test, which takes one minute. test_filesystems.py runs
+# Number of random operations of the main test, which takes half a minute. test_filesystems.py runs
 # 20,000 on each file system, and `make check-guest-long` runs for a given time.
-OPERATIONS = 15_000
+OPERATIONS = 8_000
 # Files are few and small, so that the same pages come and go often.
 SMALL = "--files=16 --size-max=524288"
 # Arguments with which the torture program can unmount and mount the disk.
@@ -100,7 +100,6 @@ def test_hits_of_random_operations_match_the_disk(
     wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_readers_never_see_an_older_version_of_a_block(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -140,7 +139,6 @@ def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
         Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("hook", ["dirty", "removed"])
 def test_one_of_two_redundant_hooks_prevents_a_wrong_byte(
     session: Session, kernel: Kernel, test_module: Path, hook: str
@@ -150,7 +148,6 @@ def test_one_of_two_redundant_hooks_prevents_a_wrong_byte(
     Torture(guest, f"--scenario=dirty {MOUNT}").finish()
 
 
-@pytest.mark.smoke
 def test_dirty_pages_are_erased_from_the_index_at_once(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -222,7 +219,6 @@ def test_corrupt_page_switches_the_cache_off(
     assert "check the host" in guest.sh("dmesg")
 
 
-@pytest.mark.smoke
 def test_verification_finds_a_missing_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

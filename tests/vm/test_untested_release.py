@@ -116,7 +116,6 @@ def check_share(hits: int, compared: int, every: int) -> None:
     )
 
 
-@pytest.mark.smoke
 def test_untested_kernel_release_compares_more_hits_with_the_disk(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -140,7 +139,6 @@ def test_untested_kernel_release_compares_more_hits_with_the_disk(
     assert stats(guest)["verify_mismatches"] == 0
 
 
-@pytest.mark.smoke
 def test_verify_every_set_at_load_overrides_the_untested_default(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -153,7 +151,6 @@ def test_verify_every_set_at_load_overrides_the_untested_default(
     check_share(*read_again(guest), 256)
 
 
-@pytest.mark.smoke
 def test_on_a_tested_kernel_release_one_hit_in_tested_every_is_compared(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -171,7 +168,6 @@ def test_on_a_tested_kernel_release_one_hit_in_tested_every_is_compared(
     assert state(guest) == ("on" if tested else note(release(guest), "one hit in 64 is"))
 
 
-@pytest.mark.smoke
 def test_kernel_older_than_the_oldest_served_release_is_refused(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

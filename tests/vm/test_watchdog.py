@@ -49,7 +49,6 @@ def supervised(daemon: Daemon) -> Iterator[Supervisor]:
         supervisor.stop()
 
 
-@pytest.mark.smoke
 def test_hung_daemon_is_replaced(session: Session, kernel: Kernel, module: Path) -> None:
     """A daemon stopped under load is replaced within its period, and the guest caches again."""
     daemon = session.daemon("vm1", pool_size="128MiB")
