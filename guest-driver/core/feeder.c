@@ -13,7 +13,7 @@
  */
 #include <linux/kthread.h>
 
-#include "ring.h"
+#include "wake.h"
 
 static bool feeder_has_work(struct tmem_dev *dev)
 {

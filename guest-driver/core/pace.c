@@ -20,7 +20,7 @@
  */
 #include <linux/swap.h>
 
-#include "ring.h"
+#include "slot.h"
 #include "wait.h"
 
 /*

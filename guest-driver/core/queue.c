@@ -5,7 +5,7 @@
  */
 #include <linux/hash.h>
 
-#include "ring.h"
+#include "wake.h"
 
 /**
  * tmem_queue_of() - return the request queue of a page

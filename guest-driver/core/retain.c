@@ -21,7 +21,7 @@
 #include <linux/percpu.h>
 #include <linux/slab.h>
 
-#include "ring.h"
+#include "wake.h"
 
 /*
  * Fallback (gets take their pages out of the pool) lasts while more than one in this many of the

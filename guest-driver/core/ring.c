@@ -34,7 +34,7 @@
 #include <linux/uaccess.h>
 
 #include "../trace.h"
-#include "ring.h"
+#include "wake.h"
 
 /*
  * If there are several queues, a queue may take another block while it has fewer than this many

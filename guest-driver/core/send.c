@@ -18,7 +18,7 @@
  */
 #include <linux/slab.h>
 
-#include "ring.h"
+#include "wake.h"
 
 /*
  * Maximum number of blocks with the pages of one batch of puts. It is one more than a batch fills,
