@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Plugs memory, also of huge pages, into a VM that uses the device, and unplugs it."""
+"""Gives a VM that uses the device more memory, also of huge pages or in many memory slots."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ PLUG_SECONDS = 60
 ACPI_CHECK, ACPI_EJECT, ACPI_SUCCESS = 1, 3, 0
 HUGE_BYTES = 2 * MIB
 VM_BYTES = 256 * MIB
+# Sizes of two virtio-mem devices, whose slots have 1 GiB each.
+COLD_BYTES, HOT_BYTES = 64 << 30, 2 << 30
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 MEMINFO = Path("/proc/meminfo")
 
@@ -161,6 +163,71 @@ def test_memory_hotplug_under_torture_causes_no_wrong_byte(
     )
     assert after["mismatches"] == 0
     assert after["hits"] > before["hits"]
+
+
+def memory_slots(vm: Vm, device: str) -> int:
+    """Returns the number of memory slots that QEMU has given a virtio-mem device."""
+    children = vm.qmp.execute("qom-list", {"path": f"/machine/peripheral/{device}/virtio-backend"})
+    return sum(child["name"].startswith("memslot-") for child in children)
+
+
+def plug(vm: Vm, daemon: Daemon, device: str) -> None:
+    """Lets the guest plug memory of a virtio-mem device, and waits until the daemon has mapped it.
+
+    The memory is in one slot of the device.
+    """
+    before = regions(daemon)
+    place = {"path": f"/machine/peripheral/{device}"}
+    vm.qmp.execute("qom-set", {**place, "property": "requested-size", "value": DIMM_BYTES})
+    until(
+        lambda: vm.qmp.execute("qom-get", {**place, "property": "size"}) == DIMM_BYTES,
+        PLUG_SECONDS,
+        f"the guest has plugged memory of {device}",
+    )
+    until(
+        lambda: regions(daemon) == before + 1, PLUG_SECONDS, f"the daemon maps a slot of {device}"
+    )
+
+
+def test_virtio_mem_uses_many_memory_slots(session: Session, kernel: Kernel, module: Path) -> None:
+    """QEMU decides the slots of a cold-plugged device before it knows the daemon's limit.
+
+    It takes a slot for each GiB, up to 256 slots. If the daemon's limit is lower, QEMU refuses the
+    daemon for ever. If the limit is below 253, QEMU gives a device that is plugged later one slot.
+    """
+    daemon = visible_daemon(session)
+    backend = "memory-backend-memfd,share=on,reserve=off"
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        None,
+        modules=["virtio_mem"],
+        # The order of the devices is that in which QEMU creates them.
+        arguments=[
+            *("-m", f"maxmem={VM_BYTES + COLD_BYTES + HOT_BYTES}B"),
+            *("-object", f"{backend},id=cold-memory,size={COLD_BYTES}"),
+            *("-object", f"{backend},id=hot-memory,size={HOT_BYTES}"),
+            *("-device", "virtio-mem-pci,id=cold,memdev=cold-memory,dynamic-memslots=on"),
+            *("-device", "pcie-root-port,id=port0"),
+            *Tmem(daemon.socket("vm1")).arguments(),
+        ],
+    )
+    guest = vm.start()
+    guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
+    load(guest)
+    hot = {"driver": "virtio-mem-pci", "id": "hot", "memdev": "hot-memory", "bus": "port0"}
+    vm.qmp.execute("device_add", {**hot, "dynamic-memslots": True})
+    slots = {device: memory_slots(vm, device) for device in ("cold", "hot")}
+    assert slots == {"cold": COLD_BYTES >> 30, "hot": HOT_BYTES >> 30}
+    plug(vm, daemon, "cold")
+    plug(vm, daemon, "hot")
+    before = stats(guest)
+    Torture(guest, f"--seed={seed()} --ops=1000 --files=16 --size-max=262144", 600).finish()
+    after = stats(guest)
+    assert after["mismatches"] == 0
+    assert after["hits"] > before["hits"]
+    vm.quit()
 
 
 def test_cache_works_with_huge_page_memory(session: Session, kernel: Kernel, module: Path) -> None:
