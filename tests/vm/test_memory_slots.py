@@ -6,12 +6,14 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from driver import Torture, driver_vm, load, seed, stats
+from driver import WHERE, Torture, driver_vm, load, seed, stats, wait_state
 
 from harness.daemon import Daemon
 from harness.kernel import Kernel
@@ -30,6 +32,7 @@ HUGE_BYTES = 2 * MIB
 VM_BYTES = 256 * MIB
 # Sizes of two virtio-mem devices, whose slots have 1 GiB each.
 COLD_BYTES, HOT_BYTES = 64 << 30, 2 << 30
+OTHER_USER = 4242
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 MEMINFO = Path("/proc/meminfo")
 
@@ -230,24 +233,94 @@ def test_virtio_mem_uses_many_memory_slots(session: Session, kernel: Kernel, mod
     vm.quit()
 
 
-def test_cache_works_with_huge_page_memory(session: Session, kernel: Kernel, module: Path) -> None:
-    with huge_pages(VM_BYTES // HUGE_BYTES):
-        daemon = visible_daemon(session)
-        vm = driver_vm(
-            session,
-            kernel,
-            module,
-            Tmem(daemon.socket("vm1")),
-            memory_bytes=VM_BYTES,
-            memory_backend="memory-backend-memfd,share=on,hugetlb=on",
-        )
-        guest = vm.start()
-        load(guest)
-        assert re.search(
-            rf"KernelPageSize: +{HUGE_BYTES >> 10} kB",
-            Path(f"/proc/{daemon.process.pid}/smaps").read_text(),
-        ), "the daemon did not map huge pages"
-        Torture(guest, f"--seed={seed()} --ops=2000 --files=16 --size-max=262144", 600).finish()
-        after = stats(guest)
-        assert after["hits"] > 0 and after["mismatches"] == 0
-        vm.stop()
+@contextmanager
+def hugetlbfs(directory: Path) -> Iterator[Path]:
+    """Mounts a file system of huge pages in a directory that does not exist yet."""
+    directory.mkdir()
+    subprocess.run(
+        ["mount", "-t", "hugetlbfs", "-o", f"pagesize={HUGE_BYTES}", "none", directory], check=True
+    )
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+@pytest.fixture
+def shm_file() -> Iterator[Path]:
+    """Yields an empty file on /dev/shm that only its owner may read and write."""
+    descriptor, name = tempfile.mkstemp(prefix="tmem-", dir="/dev/shm")
+    os.close(descriptor)
+    yield Path(name)
+    Path(name).unlink()
+
+
+def check_memory(session: Session, kernel: Kernel, module: Path, backend: str) -> str:
+    """Runs torture in a guest with the memory backend; returns the daemon's list of mappings."""
+    daemon = visible_daemon(session)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        memory_bytes=VM_BYTES,
+        memory_backend=f"{backend},share=on",
+    )
+    guest = vm.start()
+    load(guest)
+    mappings = Path(f"/proc/{daemon.process.pid}/smaps").read_text()
+    Torture(guest, f"--seed={seed()} --ops=1000 --files=16 --size-max=262144", 600).finish()
+    after = stats(guest)
+    assert after["hits"] > 0 and after["mismatches"] == 0
+    vm.stop()
+    return mappings
+
+
+@pytest.mark.parametrize("kind", ["memfd", "file"])
+def test_cache_works_with_huge_page_memory(
+    session: Session, kernel: Kernel, module: Path, kind: str
+) -> None:
+    directory = session.directory / "huge"
+    with huge_pages(VM_BYTES // HUGE_BYTES), hugetlbfs(directory):
+        # QEMU creates a file without a name in the directory, with the mode 0600.
+        memory = {"memfd": "memfd,hugetlb=on", "file": f"file,mem-path={directory}"}[kind]
+        mappings = check_memory(session, kernel, module, f"memory-backend-{memory}")
+    assert re.search(rf"KernelPageSize: +{HUGE_BYTES >> 10} kB", mappings), (
+        "the daemon did not map huge pages"
+    )
+    assert (str(directory) in mappings) == (kind == "file")
+
+
+def test_cache_works_with_a_memory_file_on_tmpfs(
+    session: Session, kernel: Kernel, module: Path, shm_file: Path
+) -> None:
+    backend = f"memory-backend-file,mem-path={shm_file}"
+    assert str(shm_file) in check_memory(session, kernel, module, backend)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
+def test_memory_file_of_another_user_is_refused_by_its_path(
+    session: Session, kernel: Kernel, module: Path, shm_file: Path
+) -> None:
+    os.chown(shm_file, OTHER_USER, -1)
+    daemon = visible_daemon(session)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        memory_backend=f"memory-backend-file,mem-path={shm_file},share=on",
+    )
+    guest = vm.start()
+    load(guest, online=False)
+    refusal = f'is in the file "{shm_file}", which its owner could truncate'
+    until(
+        lambda: refusal in daemon.log.read_text(),
+        PLUG_SECONDS,
+        "the daemon refuses the memory",
+    )
+    # The guest works without a cache.
+    wait_state(guest, "offline")
+    guest.sh(f"echo text >{WHERE}/f; sync; echo 3 >/proc/sys/vm/drop_caches; cat {WHERE}/f")
+    assert stats(guest)["hits"] == 0
+    vm.quit()
