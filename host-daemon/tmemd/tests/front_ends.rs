@@ -3,8 +3,17 @@
 //! requests in flight, share one interrupt, or change the memory map while rings run. docs/vmm.md
 //! says which VMM does what. tests/slots.rs has the tests of memory slots.
 
-use crate::common::{Daemon, every_queue_answers, guest, seed, work};
+use crate::common::{Daemon, every_queue_answers, guest, seed, until, work};
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tmem_control::VarlinkClientInterface;
+use tmem_sim::frontend::CONFIG_BYTES;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, RamRegion, Vmm};
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserConfigFlags;
 
 /// Returns the configuration of a guest whose VMM has the habits `vmm`.
 fn guest_of(vmm: Vmm) -> GuestConfig {
@@ -68,6 +77,99 @@ fn a_device_reset_that_the_vmm_does_not_report_empties_the_cache() {
     driver.guest.start().unwrap();
     assert_eq!(driver.guest.generation(), generation);
     assert!(driver.get_all().unwrap() > 0, "a pause emptied the cache");
+}
+
+/// The driver of another operating system may use fewer queues. The memory of the other rings then
+/// has other contents, and their kicks may still arrive.
+#[test]
+fn fewer_queues_after_an_unreported_reset_are_served() {
+    let seed = seed("fewer_queues_after_an_unreported_reset_are_served");
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let vmm = Vmm {
+        silent_resets: true,
+        ..Vmm::default()
+    };
+    let configuration = GuestConfig {
+        request_queues: 4,
+        ..guest_of(vmm)
+    };
+    let mut driver = daemon.driver_with(configuration, config(seed));
+    work(&mut driver, 100);
+    let former: Vec<_> = [3, 4]
+        .map(|queue| {
+            let ring = driver.guest.ring(queue);
+            let kick = driver.guest.kick_fd(queue).try_clone().unwrap();
+            (ring.layout(), ring.used_idx_in_memory(), kick)
+        })
+        .into();
+    driver.guest.use_fewer_queues(2);
+    driver.reboot().unwrap();
+    let ram = driver.guest.ram().clone();
+    for (layout, used, kick) in &former {
+        // The first chain of these has no answer yet.
+        ram.store_u16(layout.avail + 2, used.wrapping_add(3), Ordering::Release);
+        kick.write(1).unwrap();
+    }
+    serves(&mut driver);
+    work(&mut driver, 100);
+    every_queue_answers(&mut driver);
+    for (layout, used, _) in &former {
+        let now = ram.load_u16(layout.used + 2, Ordering::Acquire);
+        assert_eq!(
+            now, *used,
+            "the daemon wrote to a ring of the former driver"
+        );
+    }
+}
+
+/// Environment variable with the socket to which the process of the next test connects.
+const VICTIM: &str = "TMEM_TEST_VICTIM";
+
+/// Kills the process of a front end, which is this test in a process of its own, at random moments
+/// while the daemon executes its requests. The daemon then has the only mapping of guest memory.
+#[test]
+fn a_front_end_that_is_killed_leaves_no_mapping_and_no_busy_socket() {
+    let name = "a_front_end_that_is_killed_leaves_no_mapping_and_no_busy_socket";
+    let seed = seed(name);
+    if let Some(socket) = std::env::var_os(VICTIM) {
+        let mut driver = Driver::new(guest("a"), config(seed)).unwrap();
+        until("the VM's socket is free", || {
+            driver.guest.connect(Path::new(&socket)).is_ok()
+        });
+        driver.guest.start().unwrap();
+        driver.new_generation().unwrap();
+        driver.create_pool().unwrap();
+        println!("connected");
+        loop {
+            work(&mut driver, 100);
+        }
+    }
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let control = daemon.path("control");
+    for round in 0..12 {
+        let mut victim = Command::new(std::env::current_exe().unwrap())
+            .args([name, "--exact", "--nocapture"])
+            .env(VICTIM, daemon.socket("a"))
+            .env("TMEM_SEED", (seed + round).to_string())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines();
+        assert!(
+            lines.any(|line| line.unwrap().ends_with("connected")),
+            "round {round}: the front end could not connect"
+        );
+        std::thread::sleep(Duration::from_micros(rng.u64(..20_000)));
+        victim.kill().unwrap();
+        victim.wait().unwrap();
+        daemon.until("the daemon releases the guest's memory", || {
+            let mut client = tmem_control::connect(&control).unwrap();
+            client.get_stats(None).call().unwrap().daemon.memory_regions == 0
+        });
+    }
+    let mut driver = daemon.driver("a", seed);
+    serves(&mut driver);
 }
 
 /// Kills the daemon while requests are in flight. A VMM starts the rings at their used index, and
@@ -174,4 +276,28 @@ fn a_memory_table_that_is_sent_again_under_load_loses_no_request() {
     let counts = driver.model.counts();
     assert!(met > 100, "requests were in flight in only {met} rounds");
     assert!(counts.hits > 100, "too few hits for this test: {counts:?}");
+}
+
+/// A VMM may reserve more bytes for the configuration of a device than the device has. An error
+/// would stop it: a front end of the vhost crate waits for the payload of such an answer for ever.
+#[test]
+fn bytes_beyond_the_configuration_are_read_as_zeros() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let known = driver.guest.read_config().unwrap();
+    let mut read = |offset: u32, size: u32| {
+        let front_end = driver.guest.frontend().unwrap();
+        let room = vec![0; size as usize];
+        let read = front_end.get_config(offset, size, VhostUserConfigFlags::empty(), &room);
+        read.unwrap().1
+    };
+    for size in [33, 256, 4000] {
+        let bytes = read(0, size);
+        assert_eq!(bytes.len(), size as usize);
+        assert_eq!(bytes[..8], known.generation.to_le_bytes());
+        assert!(bytes[CONFIG_BYTES..].iter().all(|&byte| byte == 0));
+    }
+    assert_eq!(read(24, 16), [0; 16]);
+    assert_eq!(read(4000, 8), [0; 8]);
+    work(&mut driver, 20);
 }

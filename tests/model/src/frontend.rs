@@ -372,6 +372,18 @@ impl FakeGuest {
         &self.queues[queue].call
     }
 
+    /// Returns the descriptor through which the device is notified of a queue's requests.
+    #[must_use]
+    pub fn kick_fd(&self, queue: usize) -> &EventFd {
+        &self.queues[queue].kick
+    }
+
+    /// Makes the driver use only the first `request_queues` request queues after the next reset, as
+    /// the driver of another operating system may.
+    pub fn use_fewer_queues(&mut self, request_queues: u16) {
+        self.config.request_queues = request_queues;
+    }
+
     /// Returns the ring of a queue. The caller may change it, for example to inject a fault.
     pub fn ring_mut(&mut self, queue: usize) -> &mut DriverRing {
         &mut self.queues[queue].ring
@@ -698,6 +710,8 @@ impl FakeGuest {
             let r = self.link()?.frontend.reset_device();
             self.message("RESET_DEVICE", r)?;
         }
+        self.queues
+            .truncate(1 + usize::from(self.config.request_queues));
         for q in &mut self.queues {
             q.ring.reset();
             q.base = 0;
