@@ -4,6 +4,7 @@
 //! place of the service manager, and listens on the socket that NOTIFY_SOCKET names.
 
 use crate::common::Daemon;
+use rustix::process::{Pid, Signal, kill_process};
 use std::io::Write;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::time::{Duration, Instant};
@@ -73,12 +74,34 @@ fn the_service_manager_is_notified_of_start_progress_and_stop() {
     );
     let mut driver = daemon.driver("a", 1);
     crate::common::work(&mut driver, 300);
+    // The service manager reads messages while the daemon stops. Its queue may be full, and has room
+    // for ten messages only.
+    let manager = std::thread::spawn(move || {
+        let mut messages = std::iter::repeat_with(|| hear(&manager));
+        messages.find(|message| message != LIVES)
+    });
     daemon.terminate();
-    let mut last = hear(&manager);
-    while last == LIVES {
-        last = hear(&manager);
-    }
-    assert_eq!(last, "STOPPING=1");
+    let last = manager.join().expect("the daemon sent no other message");
+    assert_eq!(last.as_deref(), Some("STOPPING=1"));
+}
+
+#[test]
+fn a_service_manager_that_reads_nothing_does_not_keep_the_daemon_from_stopping() {
+    let (mut daemon, manager) = watched(&[("a", None)]);
+    assert_eq!(hear(&manager), "READY=1");
+    let sender = UnixDatagram::unbound().expect("cannot create a socket");
+    sender
+        .set_nonblocking(true)
+        .expect("cannot make the socket non-blocking");
+    while sender.send_to(b"x", daemon.path("notify")).is_ok() {}
+    let process = Pid::from_raw(daemon.pid() as i32).expect("the process id is 0");
+    kill_process(process, Signal::TERM).expect("cannot stop the daemon");
+    // The daemon is a zombie process until the test waits for it.
+    daemon.until("the daemon ends", || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid()));
+        stat.is_ok_and(|stat| stat.contains(") Z "))
+    });
+    daemon.terminate();
 }
 
 /// A thread that waits for a request or a message does not count as hung. The workers of an idle

@@ -10,6 +10,9 @@
 use crate::host::heartbeat::{Heartbeats, MISSED_CHECKS_MAX};
 pub use sd_notify::NotifyState;
 use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -22,6 +25,10 @@ const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 /// after [`MISSED_CHECKS_MAX`] + 1 checks, which is before the service manager's time-out.
 const CHECKS_PER_PERIOD: u32 = 8;
 const _: () = assert!(MISSED_CHECKS_MAX + 1 < CHECKS_PER_PERIOD);
+
+/// Longest time for which a message waits until the service manager's queue has room. A service
+/// manager that hangs must not keep the daemon from stopping. The crate sd-notify has no limit.
+const SEND_MAX: Duration = Duration::from_secs(5);
 
 /// The thread that checks the heartbeats. Dropping the value ends the thread.
 pub struct Watchdog {
@@ -92,7 +99,21 @@ pub fn has_service_manager() -> bool {
 /// Sends a state of the daemon to the service manager, if there is one. A failure is logged and has
 /// no effect on guests.
 pub fn notify(state: NotifyState<'_>) {
-    if let Err(error) = sd_notify::notify(&[state]) {
+    if let Err(error) = send(&state) {
         tracing::debug!("the service manager cannot be notified: {error}");
     }
+}
+
+fn send(state: &NotifyState<'_>) -> io::Result<()> {
+    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else {
+        return Ok(());
+    };
+    let socket = UnixDatagram::unbound()?;
+    socket.set_write_timeout(Some(SEND_MAX))?;
+    match path.as_bytes() {
+        [b'@', name @ ..] => socket.connect_addr(&SocketAddr::from_abstract_name(name)?)?,
+        _ => socket.connect(&path)?,
+    }
+    socket.send(state.to_string().as_bytes())?;
+    Ok(())
 }
