@@ -181,6 +181,20 @@ class Liar:
         """Returns the number of requests that have arrived and are not answered yet."""
         return sum(len(ring.arrived) for ring in self._rings)
 
+    def waiting_control(self) -> Counter[int]:
+        """Returns the number of waiting control requests of each type.
+
+        The device must be silent, so that it answers none of them meanwhile.
+        """
+        ring = self._rings[0]
+        descriptors, _, available = ring.addresses
+        kinds: Counter[int] = Counter()
+        for number in range((self._u16(available + 2)[0] - ring.next) & 0xFFFF):
+            place = available + 4 + (ring.next + number) % ring.size * 2
+            chain = self._chain(descriptors, self._u16(place)[0])
+            kinds[REQUEST.unpack_from(chain.readable)[1]] += 1
+        return kinds
+
     def reconnect_and_skip(self, silent: Iterable[int] = ()) -> None:
         """Closes the connection. The next connection never answers the requests that wait now.
 

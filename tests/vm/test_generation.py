@@ -29,7 +29,7 @@ from driver import (
     wait_served,
     wait_state,
 )
-from liar import LIES_OF_GENERATIONS, T_GET, Liar
+from liar import LIES_OF_GENERATIONS, T_GENERATION, T_GET, Liar
 from test_core import check_works, reload
 from test_driver import daemon_trouble, tree_disk
 from test_lies import check_reset
@@ -252,6 +252,10 @@ def test_wrong_answers_to_generation_requests_cause_no_harm(
         asked = growth(before, stats(guest))["requests_generation"]
         assert 3 <= asked <= SILENT_SECONDS, f"{asked} requests"
         assert state(guest) == "tripped"
+        waiting = liar.waiting_control()
+        assert waiting[T_GENERATION] >= 3
+        # A report may be sent before the driver notices that the device is silent.
+        assert waiting.total() - waiting[T_GENERATION] <= 2, waiting
         # All requests wait for answers now. The removal of the driver does not.
         reload(guest, until_state="o")
         liar.silent = frozenset()
