@@ -7,7 +7,7 @@ KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 PROGRAMS = tmemd tmemctl tmem-hook tmem-libvirt tmem-exporter
 PYTHON = tests/python
-PYTHON_FILES = . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
+PYTHON_FILES = . ../qemu-dev/tests repo/lint-prose ../packaging/sbom
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon programs qemu module demo bench packages dist repo \
@@ -47,16 +47,16 @@ bench: deps-test ## run the benchmark NAME=..., with ARGS=...; without NAME: lis
 NO_QEMU = $(filter 0,$(QEMU))
 packages: ## build the Debian packages in build/packages; GUEST=1: only those for guests, QEMU=0
 	scripts/deps $(if $(GUEST),guest-packages,packages $(if $(NO_QEMU),,qemu-package))
-	scripts/packages $(if $(GUEST),--guest,$(if $(NO_QEMU),--no-qemu)) $(PACKAGES)
+	packaging/packages $(if $(GUEST),--guest,$(if $(NO_QEMU),--no-qemu)) $(PACKAGES)
 
 COMMIT ?= HEAD
 dist: ## make the source archive with all crates and its bill of materials in build/dist; COMMIT=
 	scripts/deps dist
-	scripts/dist --commit $(COMMIT)
+	packaging/dist --commit $(COMMIT)
 
 repo: ## make a signed apt repository of build/packages in build/repo; KEY=FINGERPRINT in gpg
 	@test -n "$(KEY)" || { echo "make repo: name your key with KEY=" >&2; exit 2; }
-	scripts/repository --key "$(KEY)" --packages $(or $(PACKAGES),build/packages) build/repo
+	packaging/repository --key "$(KEY)" --packages $(or $(PACKAGES),build/packages) build/repo
 
 # ---- tests ------------------------------------------------------------------------------------
 
@@ -73,10 +73,10 @@ check-all: check ## run all tests that need neither a special kernel nor a night
 	tests/shards.py run --all
 
 lint: lint-shell lint-python
-	scripts/lint-c
-	scripts/lint-prose
-	scripts/lint-licence
-	scripts/lint-crates
+	tests/repo/lint-c
+	tests/repo/lint-prose
+	tests/repo/lint-licence
+	tests/repo/lint-crates
 
 # Mode 120000 is a link: its target is checked under its own name, or is a directory.
 lint-shell:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""scripts/lint-crates finds licences, duplicates and vulnerabilities that the rules forbid."""
+"""tests/repo/lint-crates finds licences, duplicates and vulnerabilities that the rules forbid."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lint(directory: Path, rules: str, database: Path) -> subprocess.CompletedPro
         "GIT_CONFIG_VALUE_0": DATABASE,
     }
     return subprocess.run(
-        [ROOT / "scripts/lint-crates", "--config", config],
+        [ROOT / "tests/repo/lint-crates", "--config", config],
         check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

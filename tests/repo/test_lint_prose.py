@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""scripts/lint-prose reports sentences that break one of its rules, and accepts other ones."""
+"""tests/repo/lint-prose reports sentences that break one of its rules, and accepts other ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BAD = {
 
 def lint(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [ROOT / "scripts/lint-prose", path], capture_output=True, text=True, check=False
+        [ROOT / "tests/repo/lint-prose", path], capture_output=True, text=True, check=False
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """dkms, run as by a distribution, builds the module, and the guest's packages have their files.
 
-scripts/check-packages installs the packages into clean systems.
+packaging/check-packages installs the packages into clean systems.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_dkms_builds_for_the_served_series_only(tmp_path: Path) -> None:
 def build(directory: Path, *environment: str) -> Path:
     """Builds the packages for guests, without touching the tree."""
     command = ["env", f"TMEM_PACKAGES_WORK={directory}/work", *environment]
-    run(*command, f"{ROOT}/scripts/packages", "--guest", f"{directory}/built")
+    run(*command, f"{ROOT}/packaging/packages", "--guest", f"{directory}/built")
     return directory / "built"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """The files of QEMU's Debian package agree with qemu-dev/build, tmemctl and the AppArmor rules.
 
-scripts/check-packages installs the package and starts QEMU.
+packaging/check-packages installs the package and starts QEMU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_package_tmemctl_and_apparmor_name_the_same_qemu() -> None:
     assert f'pub const PATH: &str = "{PROGRAM}";' in source
     apparmor = (ROOT / "host-daemon/tmem-hook/apparmor/libvirt-qemu").read_text()
     assert f"  {PROGRAM} rmix,\n" in apparmor
-    assert f"qemu={PROGRAM}\n" in (ROOT / "scripts/check-packages-inside").read_text()
+    assert f"qemu={PROGRAM}\n" in (ROOT / "packaging/check-packages-inside").read_text()
     for page in ("docs/install.md", "docs/libvirt.md", "docs/qemu.md"):
         text = (ROOT / page).read_text()
         assert PROGRAM in text and "/usr/local/bin/qemu" not in text

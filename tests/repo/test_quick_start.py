@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The quick start of the README has few commands; scripts/check-host-inside runs the host's."""
+"""The quick start of the README has few commands; packaging/check-host-inside runs the host's."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_quick_start_attaches_the_device_with_few_commands() -> None:
 
 
 def test_package_check_in_a_vm_runs_the_quick_start_commands() -> None:
-    script = (ROOT / "scripts/check-packages").read_text()
+    script = (ROOT / "packaging/check-packages").read_text()
     assert "/^# 2 /" in script and "/^# 5 /" in script and "quick-start" in script
     found = steps()
     assert "apt install" in found[2] and "tmemctl attach" in found[4]
-    assert ". /root/quick-start" in (ROOT / "scripts/check-host-inside").read_text()
+    assert ". /root/quick-start" in (ROOT / "packaging/check-host-inside").read_text()

@@ -19,7 +19,7 @@ from harness.paths import ROOT
 NAMING = (
     "Cargo.toml", "Cargo.lock", "tests/fuzz/targets/Cargo.lock",
     "guest-driver/core/core.h", "debian/changelog", "rpm/virtio-tmem.spec",
-    "examples/cloud-init.yaml", "docs/install.md", "CHANGELOG.md", "scripts/version",
+    "examples/cloud-init.yaml", "docs/install.md", "CHANGELOG.md", "packaging/version",
 )  # fmt: skip
 
 
@@ -41,11 +41,11 @@ def copied(directory: Path) -> Path:
     for name in NAMING:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, directory / name)
-    return directory / "scripts/version"
+    return directory / "packaging/version"
 
 
 def test_all_files_name_the_same_version(tmp_path: Path) -> None:
-    version = passed(ROOT / "scripts/version").strip()
+    version = passed(ROOT / "packaging/version").strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
     for name in NAMING[:-3]:
         script = copied(tmp_path)
@@ -60,7 +60,7 @@ def test_all_files_name_the_same_version(tmp_path: Path) -> None:
         file.write_text(text)
         done = run(script)
         assert done.returncode == 1, (
-            f"scripts/version does not refuse another version in {name}: {done.stdout}"
+            f"packaging/version does not refuse another version in {name}: {done.stdout}"
         )
         assert name in done.stdout or name.endswith("Cargo.toml")
 
@@ -77,7 +77,7 @@ def test_setting_a_version_changes_all_files(tmp_path: Path) -> None:
     assert run(script, "--set", "7.8").returncode == 2
 
 
-SOURCE_TREE = ROOT / "scripts/source-tree"
+SOURCE_TREE = ROOT / "packaging/source-tree"
 
 
 def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Pa
     copy = tmp_path / "copy"
     passed("cp", "-a", target, copy)
     (copy / ".source-tree").unlink()
-    script = copy / "scripts/source-tree"
+    script = copy / "packaging/source-tree"
     # A marker does not allow the script to delete the tree that contains the script.
     for directory in (copy, tmp_path):
         (directory / ".source-tree").touch()
@@ -108,7 +108,7 @@ def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Pa
 def test_source_tree_script_copies_no_untracked_files(tmp_path: Path) -> None:
     """Neither a checkout behind a link nor one of another user counts as a source archive."""
     (tmp_path / "link").symlink_to(ROOT)
-    passed(tmp_path / "link/scripts/source-tree", tmp_path / "tree")
+    passed(tmp_path / "link/packaging/source-tree", tmp_path / "tree")
     assert (tmp_path / "tree/Makefile").exists() and not (tmp_path / "tree/.git").exists()
     done = run(
         SOURCE_TREE, tmp_path / "other", GIT_TEST_ASSUME_DIFFERENT_OWNER="1",
@@ -133,7 +133,7 @@ def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: P
     program.chmod(0o755)
     output = tmp_path / "output"
     output.mkdir()
-    version = passed(ROOT / "scripts/version").strip()
+    version = passed(ROOT / "packaging/version").strip()
     versions = ("0.0.1", version)
     qemu = [output / f"virtio-tmem-qemu_10.0+tmem{name}~deb13_amd64.deb" for name in versions]
     for file in qemu:
@@ -141,7 +141,7 @@ def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: P
 
     def build(*options: str) -> list[str]:
         text = passed(
-            ROOT / "scripts/packages", "--guest", *options, output,
+            ROOT / "packaging/packages", "--guest", *options, output,
             PATH=f"{program.parent}:{os.environ['PATH']}",
             TMEM_PACKAGES_WORK=str(tmp_path / "work"), CARGO_TARGET_DIR=str(tmp_path / "target"),
         )  # fmt: skip
@@ -161,20 +161,24 @@ def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: P
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dist")
-    passed(ROOT / "scripts/dist", directory)
+    passed(ROOT / "packaging/dist", directory)
     return directory
 
 
 def test_release_files_are_reproducible(archives: Path, tmp_path: Path) -> None:
-    """A second scripts/dist in another directory, time zone and language gives equal bytes."""
+    """A second packaging/dist in another directory, time zone and language gives equal bytes."""
     passed(
-        ROOT / "scripts/dist", tmp_path, TZ="Pacific/Auckland", LC_ALL="C.UTF-8", TMPDIR="/var/tmp"
+        ROOT / "packaging/dist",
+        tmp_path,
+        TZ="Pacific/Auckland",
+        LC_ALL="C.UTF-8",
+        TMPDIR="/var/tmp",
     )
     names = sorted(path.name for path in archives.iterdir())
     assert names == sorted(path.name for path in tmp_path.iterdir()) and len(names) == 3
     for name in names:
         assert (archives / name).read_bytes() == (tmp_path / name).read_bytes(), (
-            f"{name} differs between two runs of scripts/dist"
+            f"{name} differs between two runs of packaging/dist"
         )
     passed("sh", "-c", f"cd {archives} && sha256sum -c SHA256SUMS")
 
@@ -193,7 +197,7 @@ def test_source_archive_builds_without_git_and_network(archives: Path, tmp_path:
     )
     manifest = ("--manifest-path", tree / "Cargo.toml")
     passed("cargo", "metadata", "--format-version=1", "--frozen", *manifest, CARGO_HOME=str(home))
-    passed(tree / "scripts/packages", "--guest", tmp_path / "packages")
+    passed(tree / "packaging/packages", "--guest", tmp_path / "packages")
     assert len(list((tmp_path / "packages").glob("*.deb"))) >= 2
 
 
@@ -239,8 +243,8 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 def test_tag_is_signed_and_on_a_commit_of_its_version(tmp_path: Path, key: dict[str, str]) -> None:
     copied(tmp_path)
-    tag = tmp_path / "scripts/tag"
-    shutil.copy(ROOT / "scripts/tag", tag)
+    tag = tmp_path / "packaging/tag"
+    shutil.copy(ROOT / "packaging/tag", tag)
     environment = {
         **key, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_AUTHOR_NAME": "test", "GIT_AUTHOR_EMAIL": "test@virtio-tmem.example",
@@ -258,10 +262,10 @@ def test_tag_is_signed_and_on_a_commit_of_its_version(tmp_path: Path, key: dict[
     git("add", ".")
     git("commit", "--quiet", "--message", "first")
     first = git("rev-parse", "HEAD")
-    old = passed(tmp_path / "scripts/version").strip()
+    old = passed(tmp_path / "packaging/version").strip()
     log = tmp_path / "CHANGELOG.md"
     log.write_text(log.read_text().replace("\n## ", "\n## Unreleased\n\n## ", 1))
-    passed(tmp_path / "scripts/version", "--set", "7.8.9")
+    passed(tmp_path / "packaging/version", "--set", "7.8.9")
     signed = ("--key", "test@virtio-tmem.example")
     refused("the tree has changes", *signed, "7.8.9")
     git("commit", "--quiet", "--all", "--message", "second")
@@ -297,14 +301,14 @@ def test_tag_is_signed_and_on_a_commit_of_its_version(tmp_path: Path, key: dict[
 def test_previous_release_can_get_its_tag(tmp_path: Path) -> None:
     """docs/releasing.md has the command that makes this tag, on a commit of the older version."""
     commit = passed(ROOT / "scripts/previous-release", "--commit").strip()
-    command = 'scripts/tag 0.1.0 "$(scripts/previous-release --commit)"'
+    command = 'packaging/tag 0.1.0 "$(scripts/previous-release --commit)"'
     assert command in (ROOT / "docs/releasing.md").read_text()
     passed("git", "clone", "--quiet", "--shared", ROOT, tmp_path / "clone")
     clone = tmp_path / "clone"
     run("git", "-C", clone, "tag", "--delete", "v0.1.0")
-    shutil.copy(ROOT / "scripts/tag", clone / "scripts/tag")
+    shutil.copy(ROOT / "packaging/tag", clone / "packaging/tag")
     passed(
-        clone / "scripts/tag", "--unsigned", "0.1.0", commit,
+        clone / "packaging/tag", "--unsigned", "0.1.0", commit,
         GIT_COMMITTER_NAME="test", GIT_COMMITTER_EMAIL="test@virtio-tmem.example",
     )  # fmt: skip
     assert passed("git", "-C", clone, "rev-parse", "v0.1.0^{commit}").strip() == commit
@@ -320,14 +324,14 @@ def test_apt_accepts_the_repository_and_refuses_a_modified_copy(
     tmp_path: Path, key: dict[str, str]
 ) -> None:
     passed(
-        ROOT / "scripts/packages",
+        ROOT / "packaging/packages",
         "--guest",
         tmp_path / "built",
         TMEM_PACKAGES_WORK=str(tmp_path / "work"),
     )
     repository = tmp_path / "repository"
     make: list[str | Path] = [
-        ROOT / "scripts/repository",
+        ROOT / "packaging/repository",
         "--packages",
         tmp_path / "built",
         "--key",
@@ -359,7 +363,7 @@ def test_apt_accepts_the_repository_and_refuses_a_modified_copy(
         f"-oDir::Etc::preferencesparts={apt}/parts", "-oDir::Etc::preferences=-",
     ]  # fmt: skip
     passed("apt-get", *options, "update")
-    version = passed(ROOT / "scripts/version").strip()
+    version = passed(ROOT / "packaging/version").strip()
     assert f"Version: {version}\n" in passed("apt-cache", *options, "show", "virtio-tmem-guest")
 
     # apt refuses a package list that differs from the one whose checksum is signed.

@@ -81,7 +81,7 @@ def releases(
     qemu = Path(run(ROOT / "scripts/previous-release", "--qemu").strip())
     commit = run(ROOT / "scripts/previous-release", "--commit").strip()
     tree = tmp_path_factory.mktemp("source")
-    run(ROOT / "scripts/source-tree", "--commit", commit, tree)
+    run(ROOT / "packaging/source-tree", "--commit", commit, tree)
     command = "guest-driver/tools/tmem-guest.c"
     old = Release(root / "usr", source / "virtio_tmem.ko", qemu, tree / command)
     new = Release(host_binary("tmemd").parent, module, qemu_binary(), ROOT / command)
@@ -330,7 +330,7 @@ def test_daemon_is_upgraded_and_downgraded_under_a_vm(
 
 def test_compatibility_table_names_both_versions() -> None:
     text = DOCUMENT.read_text()
-    new = run(ROOT / "scripts/version").strip()
+    new = run(ROOT / "packaging/version").strip()
     commit = run(ROOT / "scripts/previous-release", "--commit").strip()
     changelog = subprocess.check_output(
         ["git", "-C", ROOT, "show", f"{commit}:debian/changelog"], text=True
