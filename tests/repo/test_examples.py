@@ -9,8 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from harness.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -87,31 +85,3 @@ def test_containerfile_copies_the_files_that_scripts_deps_reads() -> None:
     script = (ROOT / "scripts/deps").read_text()
     read = {f"{path}" for path in re.findall(r"\$here/\.\./([\w./-]+)", script)}
     assert read <= {source for source, _ in copied}
-
-
-@pytest.mark.parametrize("condition", ["--with", "--without"])
-def test_rpm_spec_parses_with_the_version_of_the_tree(condition: str) -> None:
-    spec = str(ROOT / "rpm/virtio-tmem.spec")
-    query = ("-q", condition, "host", "--qf", "%{name} %{version}\n")
-    names = run("rpmspec", *query, spec).splitlines()
-    found = VERSION.search((ROOT / "debian/changelog").read_text())
-    assert found
-    packages = {"virtio-tmem-dkms", "virtio-tmem-guest"}
-    if condition == "--with":
-        packages |= {"virtio-tmem-host", "virtio-tmem-exporter"}
-    # rpmspec also names the package without a suffix, which has no files and is not built.
-    packages.add("virtio-tmem")
-    assert set(names) == {f"{package} {found[1]}" for package in packages}
-
-
-def test_rpms_for_guests_build(tmp_path: Path) -> None:
-    run(str(ROOT / "rpm/build"), "--guest", str(tmp_path))
-    contents = {
-        path.name.rsplit("-", 2)[0]: run("rpm", "-qlp", str(path)).split()
-        for path in tmp_path.glob("*.rpm")
-    }
-    assert set(contents) == {"virtio-tmem-dkms", "virtio-tmem-guest"}
-    assert "/usr/sbin/tmem-guest" in contents["virtio-tmem-guest"]
-    source = [name for name in contents["virtio-tmem-dkms"] if name.startswith("/usr/src/")]
-    assert any(name.endswith("/dkms.conf") for name in source)
-    assert any(name.endswith("/core/ring.c") for name in source)

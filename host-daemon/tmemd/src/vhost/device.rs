@@ -1018,6 +1018,24 @@ mod tests {
         workers.stop();
     }
 
+    /// A VMM of a later version may know more bits than this daemon.
+    #[test]
+    fn feature_bits_that_the_device_does_not_offer_are_refused() {
+        let (device, workers, _background) = devices();
+        let (mut device, _front_end) = device();
+        for bit in (0..64).filter(|bit| FEATURES & 1 << bit == 0) {
+            let error = device
+                .set_features(FEATURES | 1 << bit)
+                .expect_err("the device accepted a feature bit that it does not offer")
+                .to_string();
+            assert!(
+                error.contains(&format!("feature bits {:#x}", 1_u64 << bit)),
+                "the error does not name bit {bit}: {error}"
+            );
+        }
+        workers.stop();
+    }
+
     #[test]
     fn the_device_offers_no_reserved_feature_bit() {
         for bit in [wire::F_PERSISTENT, wire::F_SHARED, wire::F_EVENTS] {
