@@ -49,7 +49,7 @@
 #include "stats.h"
 
 #define TMEM_VERSION_MAJOR	0
-#define TMEM_VERSION_MINOR	2
+#define TMEM_VERSION_MINOR	1
 #define TMEM_VERSION_PATCH	0
 #define TMEM_VERSION_STRING	__stringify(TMEM_VERSION_MAJOR) "." \
 				__stringify(TMEM_VERSION_MINOR) "." \
