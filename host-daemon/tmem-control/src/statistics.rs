@@ -185,8 +185,8 @@ pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("ref_latency", "tmem_vm_request_duration_seconds{request=ref}", Exact), (Histogram, "ns, requests"), "time of REF requests, measured as `put_latency`", "tmemd/src/util/histogram.rs"),
     row(Vm, ("wait_latency", "tmem_vm_slice_wait_seconds", Exact), (Histogram, "ns, slices"), "wait of the VM's queues for a worker, from the moment when the worker sees their work until the scheduling slice begins. A slice answers requests for up to some hundred pages", "tmemd/src/queue/vring.rs"),
     row(Vm, ("cpu_requests_ms", "tmem_vm_cpu_seconds", Exact), (Counter, "ms"), "time of workers at the VM's requests, by the clock. It includes waits for a processor, and for guest memory that the host has swapped out, so the sum over all VMs may exceed `cpu_requests_ms` of the daemon. It does not include background work", "tmemd/src/queue/vring.rs"),
-    row(Vm, ("memory_mapped_bytes", "tmem_vm_memory_mapped_bytes", Exact), (Gauge, "bytes"), "address space in which the daemon has mapped the VM's memory, including memory that waits to be unmapped. 0 with daemons before 0.2", BUDGET),
-    row(Vm, ("memory_max_bytes", "tmem_vm_memory_max_bytes", Exact), (Gauge, "bytes"), "maximum size of the VM's memory: `memory_max`, or what libvirt's hook says. The daemon refuses a VM with more memory. 0 with daemons before 0.2", BUDGET),
+    row(Vm, ("memory_mapped_bytes", "tmem_vm_memory_mapped_bytes", Exact), (Gauge, "bytes"), "address space in which the daemon has mapped the VM's memory, including memory that waits to be unmapped", BUDGET),
+    row(Vm, ("memory_max_bytes", "tmem_vm_memory_max_bytes", Exact), (Gauge, "bytes"), "maximum size of the VM's memory: `memory_max`, or what libvirt's hook says. The daemon refuses a VM with more memory", BUDGET),
     row(Vm, ("driver", "", No), (Text, ""), "last report of the guest driver on this connection, if there is one; see the next table", VM),
 
     row(Driver, ("version", "", No), (Text, ""), "version of the module", GUEST),
@@ -267,10 +267,10 @@ pub const STATISTICS: &[Statistic] = &[
     row(Daemon, ("resident_bytes", "tmem_daemon_resident_bytes", Steps), (Gauge, "bytes"), "resident memory of the process without mapped guest memory: the pool and the daemon's own memory", USAGE),
     row(Daemon, ("memory_locked", "tmem_daemon_memory_locked", Exact), (Gauge, ""), "whether all memory of the pool is locked, so that pages of guests are never swapped by the host (metric: 1 or 0)", HEAP),
     row(Daemon, ("interrupts_lost", "tmem_daemon_interrupts_lost", Exact), (Counter, "interrupts"), "interrupts that the kernel refused to deliver to a guest or its VMM. The log names them, and the guest continues at its deadline. Must be 0", "tmemd/src/queue/notifier.rs"),
-    row(Daemon, ("memory_mapped_bytes", "tmem_daemon_memory_mapped_bytes", Exact), (Gauge, "bytes"), "address space in which the daemon has mapped the memory of all VMs. 0 with daemons before 0.2", BUDGET),
-    row(Daemon, ("memory_budget_bytes", "tmem_daemon_memory_budget_bytes", Exact), (Gauge, "bytes"), "limit of `memory_mapped_bytes`. The daemon refuses VMs whose memory does not fit. 0 with daemons before 0.2", BUDGET),
-    row(Daemon, ("memory_regions", "tmem_daemon_memory_regions", Exact), (Gauge, "regions"), "regions of memory (memory slots) that the daemon has mapped for all VMs, including those that wait to be unmapped. 0 with daemons before 0.2", BUDGET),
-    row(Daemon, ("memory_regions_max", "tmem_daemon_memory_regions_max", Exact), (Gauge, "regions"), "limit of `memory_regions`: `vm.max_map_count` minus 8,192. The daemon refuses VMs whose regions do not fit. 0 with daemons before 0.2", BUDGET),
+    row(Daemon, ("memory_mapped_bytes", "tmem_daemon_memory_mapped_bytes", Exact), (Gauge, "bytes"), "address space in which the daemon has mapped the memory of all VMs", BUDGET),
+    row(Daemon, ("memory_budget_bytes", "tmem_daemon_memory_budget_bytes", Exact), (Gauge, "bytes"), "limit of `memory_mapped_bytes`. The daemon refuses VMs whose memory does not fit", BUDGET),
+    row(Daemon, ("memory_regions", "tmem_daemon_memory_regions", Exact), (Gauge, "regions"), "regions of memory (memory slots) that the daemon has mapped for all VMs, including those that wait to be unmapped", BUDGET),
+    row(Daemon, ("memory_regions_max", "tmem_daemon_memory_regions_max", Exact), (Gauge, "regions"), "limit of `memory_regions`: `vm.max_map_count` minus 8,192. The daemon refuses VMs whose regions do not fit", BUDGET),
 ];
 
 impl Scope {

@@ -241,7 +241,7 @@ fn host_memory(pool: &api::PoolStats) -> Finding {
 fn memory_regions(daemon: &api::DaemonStats) -> Finding {
     let of = ("memory-regions", DAEMON);
     let (regions, max) = (daemon.memory_regions, daemon.memory_regions_max);
-    // A daemon before 0.2 reports 0 of 0 regions.
+    // An older daemon reports 0 of 0 regions.
     match regions > max - max / 100 * REGIONS_FREE_PERCENT {
         true => Finding::warning(
             of,
