@@ -523,7 +523,7 @@ def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, d
             if each["label"] == "tmem" and each["filename"].startswith("disconnected:")
         ],
     )
-    # The backend must be connected: vhost-user-blk of QEMU 10.2 does not let a VM migrate without
+    # The backend must be connected: vhost-user-blk of newer QEMUs does not let a VM migrate without
     # its backend.
     backend().wait(
         "the start of the device", lambda event: event.get("request") == "SET_VRING_KICK"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Attacks of guests on QEMU, through faults of QEMU's virtio and vhost code that have been fixed.
 
-QEMU 10.0.13 has these fixes. For other versions the fixes are in qemu-dev/patches-X.Y.
+QEMU 10.0.13 of Debian has these fixes.
 """
 
 import pytest
