@@ -459,7 +459,7 @@ def test_overlayfs_files_are_cached_and_change_with_their_layers(
         assert evict(guest, [image]) and checksums(guest, [image]) == {image: zeroes}
 
     # Operations that need a block device below, or ext4's own calls, are tested without overlayfs.
-    # Direct reclaim of overlayfs inodes fails in the stock kernel: docs/guest-tests.md.
+    # Direct reclaim of overlayfs inodes fails in the stock kernel: docs/upstream/kernel-faults.md.
     arguments = (
         f"--seed={seed()} --ops=2000 --files=16 --size-max=524288"
         " --no-swap --no-remount --no-direct-reclaim"

@@ -144,7 +144,7 @@ def test_torture_omits_an_operation_that_the_stock_kernel_gets_wrong(
 ) -> None:
     """Detects kernels whose FALLOC_FL_ZERO_RANGE is wrong without any module.
 
-    See docs/guest-tests.md.
+    See docs/upstream/kernel-faults.md.
     """
     fs = disk.FILE_SYSTEMS[name]
     data = disk.Disk("data", fs.make(session.directory / "data.img", DISK_BYTES))
