@@ -7,7 +7,7 @@ KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 PROGRAMS = tmemd tmemctl tmem-hook tmem-libvirt tmem-exporter
 PYTHON = tests/python
-PYTHON_FILES = . ../qemu-dev/tests repo/lint-prose ../packaging/sbom
+PYTHON_FILES = . ../qemu-dev/tests repo/lint-prose
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon programs qemu module demo bench packages dist repo \
@@ -50,7 +50,7 @@ packages: ## build the Debian packages in build/packages; GUEST=1: only those fo
 	packaging/packages $(if $(GUEST),--guest,$(if $(NO_QEMU),--no-qemu)) $(PACKAGES)
 
 COMMIT ?= HEAD
-dist: ## make the source archive with all crates and its bill of materials in build/dist; COMMIT=
+dist: ## make the source archive with all crates and bills of materials in build/dist; COMMIT=
 	scripts/deps dist
 	packaging/dist --commit $(COMMIT)
 
