@@ -259,9 +259,9 @@ bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
 /*
  * Maximum number of pages of a folio that are put; the entries of its other pages are erased.
  * Reclaim removes a folio with interrupts off, and the puts of one folio may take 20 us of this
- * time. A put of a page that is not in the processor's cache takes up to 0.6 us there
- * (docs/benchmarks/native.md). The number is a power of two like the sizes of folios, because a get
- * fills all pages of a folio or none. 32 pages are the default readahead window.
+ * time. A put of a page that is not in the processor's cache takes up to 0.8 us there
+ * (docs/benchmarks/history.md). The number is a power of two like the sizes of folios, because a
+ * get fills all pages of a folio or none. 32 pages are the default readahead window.
  */
 #define TMEM_FOLIO_MAX_PAGES 32
 
