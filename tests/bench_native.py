@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Measures driver and path at native speed: `make bench-native`, docs/benchmarks/native.md.
+"""Measures gets and puts at native speed.
 
 Guests are user-mode Linux, so driver, daemon and disks run at the machine's own speed. In the same
 run and in turns, each step also measures operations to compare with: a read from the page cache, a
-read from a throttled disk, and a system call that does nothing. The clock is the TSC."""
+read from a throttled disk, and a system call that does nothing. The clock is the TSC.
+docs/benchmarks/history.md has the figures of an earlier run.
+
+A kick is a write to an eventfd, an interrupt is a signal, and a system call stops the process with
+ptrace. There are no exits and no large folios, and a guest has one processor.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +16,50 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_guest import BATCH_BYTES, BENCH, DATA, PAGE_BYTES, SECONDS, UNHOOKED, Both, Machine, Row
-from bench_retain import STEPS as RETAIN_STEPS
+from bench_guest import (
+    BATCH_BYTES,
+    BENCH,
+    DATA,
+    PAGE_BYTES,
+    SECONDS,
+    SEED,
+    UNHOOKED,
+    UNHOOKED_KIND,
+    Machine,
+    make_image,
+)
 from demo import Progress, table
+from harness import disk, native
 from harness.daemon import Daemon
+from harness.disk import Disk
 from harness.machine import observed
-from harness.paths import HarnessError, host_binary
+from harness.native import NativeConfig
+from harness.paths import TESTS, HarnessError, guest_program, host_binary
 from harness.session import Session
 from harness.vm import MIB
-from native_bench import (
-    CACHED_BYTES,
-    GIB,
-    PARAMETERS,
-    REFUSALS,
-    SET_BYTES,
-    NativeBench,
-    shown,
-)
 
+RAM_BYTES = 192 * MIB
+POOL_BYTES = 512 * MIB  # memory of the pool for each guest
+SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
+CACHED_BYTES = 32 * MIB  # small enough to stay in the page cache
+BLOCKS_BYTES = 64 * MIB  # this file is read in random order, in blocks of one size at a time
+FILLER_BYTES = 4 * MIB  # fills the put ring with other pages, so no get is answered from it
+DATA_DISK_BYTES = 512 * MIB
+OTHER_DISK_BYTES = 112 * MIB
+GIB = 1 << 30
 WINDOW_BYTES = 128 << 10  # the default readahead
 GUESTS = (1, 2, 4)  # numbers of guests that read at the same time
 
 # Numbers of repetitions, and of blocks that each repetition reads.
-REPEAT_BOOT = 9
 REPEAT_LATENCY = 9
 PAGES = 2000
 WINDOWS = 500
@@ -49,11 +68,13 @@ WINDOWS_PER_DISK_READ = 10
 REPEAT_MICRO = 9
 REPEAT_RECLAIM = 31
 REPEAT_BURST = 5
-REPEAT_REREAD = 9
 GUEST_ROUNDS = 5
 
 QUICK = 5  # divides all repetitions with --quick
-STEPS = ("boot", "latency", "put", "burst", "reread", "guests", "retain", "pools")
+STEPS = ("latency", "put", "burst", "guests")
+# Comparing hits with the disk is switched off: it would read the disk while a get is measured.
+# All steps measure copies: with retained pages, few evicted pages are copied.
+PARAMETERS = "verify_every=0 retain=0"
 # Parameters for measuring single gets. The deadline is so long that a reader waits for a late
 # answer. Otherwise the reader would read the disk, and the time would not be that of a get.
 PARAMETERS_LATENCY = f"{PARAMETERS} deadline_ms=1000"
@@ -65,6 +86,33 @@ WHERE = {"get": "from the pool", "cached": "from the page cache", "disk": "from 
 COMMON = {"p50": 0.5, "p99": 0.99}
 PERCENTILES = {**COMMON, "p999": 0.999}
 REASONS = ("puts_dropped_", "puts_skipped_")
+REFUSALS = "refused_"  # prefix of tmemd's counters of refused puts
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of the report. `met` tells whether it meets its target; None without a target."""
+
+    key: str
+    what: str
+    value: float
+    unit: str = "ratio"
+    target: str = "reported"
+    met: bool | None = None
+
+    def cells(self) -> list[str]:
+        if self.unit == "ratio":
+            value = f"{self.value:.4f}"
+        else:
+            digits = 0 if self.value >= 100 or self.value == int(self.value) else 2
+            value = f"{self.value:,.{digits}f}"
+        verdict = {None: "", True: "met", False: "MISSED"}[self.met]
+        return [self.what, self.key, value, self.unit, self.target, verdict]
+
+
+def shown(rows: list[Row]) -> list[Row]:
+    """Leaves out reasons for refused or skipped puts whose count is 0."""
+    return [row for row in rows if row.value or not row.key.startswith(("puts_", REFUSALS))]
 
 
 def percentile(values: Iterable[float], fraction: float) -> float:
@@ -184,34 +232,93 @@ class HostPart:
         return (now[time] - self._before[time]) / ((now[pages] - self._before[pages]) or math.nan)
 
 
-class Bench(NativeBench):
-    """One run of the benchmark. Each step appends its rows to the report's table."""
+class Bench:
+    """One run of the benchmark: its disks, and the rows of its report."""
 
-    # The steps of the benchmark. Each step measures one operation.
+    def __init__(self, session: Session, progress: Progress, divisor: int = 1) -> None:
+        self.session = session
+        self.progress = progress
+        self.divisor = divisor
+        self.rows: list[Row] = []
+        self.facts: dict[str, Any] = {}
+        self.ticks_per_us = 0.0
+        self._files = {BENCH: guest_program(TESTS / "guest/bench.c")}
+        native.build()
+        progress.step("disks: ext4 and ext3, each of 3,000 IOPS and 125 MB/s")
+        source = random.Random(SEED)
+        sizes = {
+            "set": SET_BYTES,
+            "cached": CACHED_BYTES,
+            "batch": BATCH_BYTES,
+            "blocks": BLOCKS_BYTES,
+            "filler": FILLER_BYTES,
+        }
+        self.data = make_image(session.directory / "data.img", DATA_DISK_BYTES, sizes, source)
+        sizes = {"blocks": BLOCKS_BYTES, "batch": BATCH_BYTES}
+        path = session.directory / "other.img"
+        self.other = make_image(path, OTHER_DISK_BYTES, sizes, source, "-t", UNHOOKED_KIND)
 
-    def boot(self) -> None:
-        repeat = self.times(REPEAT_BOOT)
-        self.progress.step(f"boot with the device and two disks, {repeat} times")
-        names = [f"boot{number}" for number in range(repeat)]
-        daemon = self.daemon(*names)
-        seconds = []
-        for number, name in enumerate(names):
-            vm = self.vm(name, daemon)
-            guest = vm.start()
-            began = time.monotonic()
-            guest.sh("true")
-            seconds.append(vm.boot_seconds + time.monotonic() - began)
-            vm.stop()
-            self.saying("boot", repeat)(number + 1)
-        daemon.stop()
-        middle = statistics.median(seconds)
-        what = "start of a guest until its shell answers"
-        self.add(
-            [
-                Row("boot_s", what, middle, "s", "<= 3", middle <= 3),
-                Row("boot_max_s", "  slowest", max(seconds), "s"),
-            ]
+    def times(self, count: int) -> int:
+        return max(1, count // self.divisor)
+
+    def saying(self, what: str, repeat: int) -> Callable[[int], None]:
+        return lambda number: self.progress.show(f"{what}: {number} of {repeat}")
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Appends rows and prints them at once."""
+        new = list(rows)
+        self.rows += new
+        for row in shown(new):
+            self.progress.step("  " + "  ".join(cell for cell in row.cells()[1:] if cell))
+
+    def daemon(self, *names: str) -> Daemon:
+        size = f"{POOL_BYTES * len(names) // MIB}MiB"
+        daemon = self.session.daemon(*names, pool_size=size)
+        daemon.start()
+        return daemon
+
+    def machine(
+        self,
+        name: str,
+        daemon: Daemon,
+        parameters: str = PARAMETERS,
+        throttle: disk.Throttle | None = disk.CLOUD_VOLUME,
+    ) -> Machine:
+        """Boots a guest and mounts its disks. Without `throttle`, the page cache has them."""
+        images = (("data", self.data), ("other", self.other))
+        config = NativeConfig(
+            name=name,
+            memory_bytes=RAM_BYTES,
+            disks=[Disk(name, path, read_only=True, throttle=throttle) for name, path in images],
+            tmem=daemon.socket(name),
+            files=self._files,
+            parameters=parameters,
+            direct=throttle is not None,
         )
+        machine = Machine(self.session.native_vm(config), True)
+        machine.vm.start()
+        machine.guest.mount("other", UNHOOKED, UNHOOKED_KIND, "ro")
+        machine.guest.mount("data", DATA, options="ro")
+        machine.serve()
+        if not self.ticks_per_us:
+            self._measure_clock(machine)
+        return machine
+
+    def _measure_clock(self, machine: Machine) -> None:
+        speeds = []
+        for _ in range(3):
+            _, ticks, nanoseconds = machine.guest.sh(f"{BENCH} clock").split()
+            speeds.append(int(ticks) / int(nanoseconds) * 1000)
+        self.ticks_per_us = statistics.median(speeds)
+        self.facts["tsc_mhz"] = round(self.ticks_per_us, 1)
+        self.facts["guest_kernel"] = machine.guest.sh("uname -r").strip()
+
+    @staticmethod
+    def end(machine: Machine, daemon: Daemon | None = None) -> None:
+        machine.vm.check_console()
+        machine.vm.stop()
+        if daemon:
+            daemon.stop()
 
     def latency(self) -> None:
         daemon = self.daemon("latency")
@@ -339,7 +446,8 @@ class Bench(NativeBench):
         repeat = self.times(REPEAT_RECLAIM)
         self.progress.step(f"reclaim of 1 MiB of clean pages, {repeat} times each")
         ticks: dict[str, list[float]] = {DATA: [], UNHOOKED: []}
-        machine.drop()
+        machine.bench("drop")
+        machine.settle()
         for number in range(repeat):
             for where in (DATA, UNHOOKED) if number % 2 else (UNHOOKED, DATA):
                 ticks[where].append(machine.dropped(where) / (BATCH_BYTES // PAGE_BYTES))
@@ -373,8 +481,7 @@ class Bench(NativeBench):
             after = machine.all_counters()
             eligible += after["puts_eligible"] - before["puts_eligible"]
             lost += after["puts_lost"] - before["puts_lost"]
-            machine.vm.check_console()
-            machine.vm.stop()
+            self.end(machine)
             self.saying("bursts", repeat)(number + 1)
         daemon.stop()
         if not eligible:
@@ -399,76 +506,6 @@ class Bench(NativeBench):
                 ),
             ]
         )
-
-    def reread(self) -> None:
-        repeat = self.times(REPEAT_REREAD)
-        self.progress.step(f"re-reads of {SET_BYTES // MIB} MiB, {repeat} times each")
-        daemon = self.daemon("with")
-        pair = Both(self.machine("with", daemon), self.machine("without", None))
-        for machine in (pair.cached, pair.plain):
-            for _ in range(2):
-                machine.bench(f"seq {DATA}/set")
-        cached_ticks, hits, sectors = [], [], []
-        set_pages = SET_BYTES // PAGE_BYTES
-        slow = 0
-
-        def measure(machine: Machine, _: int) -> float:
-            nonlocal slow
-            before = machine.counters() if machine.cached else {}
-            disk_before = machine.disk_stat()
-            ticks = machine.bench(f"seq {DATA}/set")
-            if machine.cached:
-                change = machine.counters(before)
-                hits.append(change.get("hits", 0) / set_pages)
-                slow += change.get("slow", 0)
-                read = (machine.disk_stat() - disk_before).read_sectors
-                sectors.append(read * 512 / SET_BYTES)
-            return ticks
-
-        paired = pair.in_turns(repeat, measure, self.saying("re-read", repeat))
-        pair.cached.bench(f"seq {DATA}/cached")
-        for _ in range(repeat + 1):
-            cached_ticks.append(pair.cached.bench(f"seq {DATA}/cached"))
-
-        def rate(size_bytes: int, ticks: Iterable[float]) -> float:
-            return size_bytes / GIB / (statistics.median(ticks) / self.ticks_per_us / 1e6)
-
-        found = rate(SET_BYTES, paired.cached)
-        self.add(
-            [
-                Row(
-                    "seq_reread_gib_per_s",
-                    "speed of a re-read of 1.5 times the RAM, from RAM and pool",
-                    found,
-                    "GiB/s",
-                    ">= 0.8",
-                    found >= 0.8,
-                ),
-                Row("seq_reread_hit_share", "  pages from the pool", statistics.median(hits)),
-                Row("seq_reread_disk_share", "  bytes from the disk", statistics.median(sectors)),
-                Row(
-                    "seq_reread_slow",
-                    "  calls that waited over 5 ms, in all re-reads",
-                    slow,
-                    "calls",
-                ),
-                Row(
-                    "seq_disk_gib_per_s",
-                    "  without the device, from the throttled disk",
-                    rate(SET_BYTES, paired.plain),
-                    "GiB/s",
-                ),
-                Row(
-                    "seq_pagecache_gib_per_s",
-                    "  from the page cache",
-                    rate(CACHED_BYTES, cached_ticks[1:]),
-                    "GiB/s",
-                ),
-            ]
-        )
-        pair.plain.vm.check_console()
-        pair.plain.vm.stop()
-        self.end(pair.cached, daemon)
 
     def guests(self) -> None:
         rounds = self.times(GUEST_ROUNDS)
@@ -504,8 +541,7 @@ class Bench(NativeBench):
                 ]
             )
             for machine in machines:
-                machine.vm.check_console()
-                machine.vm.stop()
+                self.end(machine)
             daemon.stop()
 
     @staticmethod
@@ -521,11 +557,7 @@ class Bench(NativeBench):
     def run(self, only: list[str]) -> None:
         with observed() as facts:
             for name in STEPS:
-                if only and name not in only:
-                    continue
-                if name in RETAIN_STEPS:
-                    RETAIN_STEPS[name](self)
-                else:
+                if not only or name in only:
                     getattr(self, name)()
         self.facts |= facts | {"nice": os.nice(0)}
         self.progress.step("done")
@@ -542,15 +574,10 @@ def conditions(facts: dict[str, Any]) -> str:
 
 
 def report(rows: list[Row]) -> str:
-    """Returns the table of all figures. Rows of this benchmark have no intervals."""
-    head = ["", "key", "value", "unit", "target", ""]
-    lines = [row.cells() for row in shown(rows)]
-    return table([head, *([*cells[:4], *cells[5:]] for cells in lines)])
-
-
-REMARK = """
-Guests are user-mode Linux with one processor: a kick is a write to an eventfd, an interrupt is a
-signal, and a system call stops the process with ptrace. There are no exits and no large folios."""
+    """Returns the table of all figures."""
+    return table(
+        [["", "key", "value", "unit", "target", ""], *(row.cells() for row in shown(rows))]
+    )
 
 
 def main() -> int:
@@ -577,7 +604,7 @@ def main() -> int:
             bench = Bench(session, Progress(), QUICK if arguments.quick else 1)
             bench.run(arguments.only)
             figures = report(bench.rows)
-            print(f"\n{conditions(bench.facts)}\n\n{figures}\n{REMARK}")
+            print(f"\n{conditions(bench.facts)}\n\n{figures}")
             if json_path:
                 found = flat(bench.rows, bench.facts)
                 json_path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")

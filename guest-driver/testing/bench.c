@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Micro-benchmarks for tests/bench_guest.py and tests/bench_native.py. Writing the path of a file
- * to the parameter test_bench runs them. The pages of the file must be in the page cache. Reading
- * the parameter returns the medians.
+ * Micro-benchmarks for the programs in tests/bench. Writing the path of a file to the parameter
+ * test_bench runs them. The pages of the file must be in the page cache. Reading the parameter
+ * returns the medians.
  *
  * The clock is the TSC. It measures time on hardware and under plain emulation; under QEMU's
  * -icount it counts the instructions that the guest executed. Operations that are compared run

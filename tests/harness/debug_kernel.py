@@ -37,9 +37,7 @@ VENDORS = {
 # These kernels contain the driver and its hooks, and have no ftrace and no modules. Each value is
 # the directory of the patches.
 INTREE = {"intree": "6.12", "intree-7.3": "7.3"}
-# This kernel counts the acquisitions and contentions of each lock (/proc/lock_stat).
-LOCKSTAT = "lockstat"
-KINDS = (*CHECKING, *VENDORS, *INTREE, LOCKSTAT)
+KINDS = (*CHECKING, *VENDORS, *INTREE)
 SOURCES = {**VENDORS, "intree-7.3": NEWER_SOURCE}
 
 # Script that adds the driver and the patches for a kernel series to a kernel's source.
