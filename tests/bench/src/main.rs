@@ -18,12 +18,8 @@ mod memcached;
 mod memory;
 mod path;
 mod policies;
-mod replay;
-#[cfg(test)]
-mod replay_test;
 mod report;
 mod rig;
-mod slice;
 mod threads;
 mod times;
 mod timing;
@@ -64,9 +60,9 @@ enum Command {
     /// the results.
     Policies(policies::Args),
     /// Hit ratios of all eviction policies with several pool sizes, on traces that tmemd recorded.
-    Replay(replay::Args),
+    Replay(policies::traces::Args),
     /// How long a VM waits for its pages while another VM keeps the worker busy.
-    Slice(slice::Args),
+    Slice(path::neighbour::Args),
     /// Whether a guest can find out by timing that a VM of another trust domain has a page.
     Timing(timing::Args),
     /// Many VMs on one tmemd: its resources, all VMs connecting at once, a large VM that
@@ -162,8 +158,8 @@ fn main() -> ExitCode {
         Command::HugePages(args) => huge_pages::run(&args),
         Command::Path(args) => path::run(&args),
         Command::Policies(args) => policies::run(&args),
-        Command::Replay(args) => replay::run(&args),
-        Command::Slice(args) => slice::run(&args),
+        Command::Replay(args) => policies::traces::run(&args),
+        Command::Slice(args) => path::neighbour::run(&args),
         Command::Timing(args) => timing::run(&args),
         Command::Vms(args) => vms::run(&args),
     };

@@ -2,7 +2,7 @@
 //! Compares eviction policies on recorded traces and on generated loads, by the share of gets that
 //! are hits: the engine's own policies, S3-FIFO, SIEVE and the optimum.
 //!
-//! The engine's policies are the engine's code (replay/pool.rs). S3-FIFO and SIEVE are simulated
+//! The engine's policies are the engine's code (replay.rs). S3-FIFO and SIEVE are simulated
 //! here as published, for a comparison only. docs/benchmarks/policy.md has the results and the
 //! choice.
 
@@ -10,16 +10,19 @@ mod lists;
 mod loads;
 mod optimum;
 mod pool;
+mod replay;
+#[cfg(test)]
+mod replay_test;
 mod requests;
 mod s3_fifo;
 mod sieve;
 #[cfg(test)]
 mod tests;
+pub mod traces;
 
 #[cfg(test)]
 pub use {loads::guest, requests::without_hints};
 
-use crate::replay;
 use crate::report::progress;
 use loads::Load;
 use optimum::Optimum;
@@ -115,7 +118,7 @@ fn ratios(
     seed: u64,
 ) -> Result<Ratios, String> {
     let engine = |policy| {
-        let outcome = replay::outcome(events, policy, size_bytes, seed);
+        let outcome = traces::outcome(events, policy, size_bytes, seed);
         outcome.map(|outcome| outcome.hits)
     };
     let s3_fifo = |reput| pool::hits(requests, size_bytes, |keys| S3Fifo::new(keys, reput));
@@ -292,7 +295,7 @@ fn trace_name(path: &Path) -> String {
 pub fn run(args: &Args) -> Result<(), String> {
     let mut rows = Vec::new();
     for path in &args.traces {
-        let events = requests::without_retention(&replay::load(path)?);
+        let events = requests::without_retention(&traces::load(path)?);
         rows.push(row(&trace_name(path), true, |_| events.clone(), args)?);
     }
     for load in &args.loads {

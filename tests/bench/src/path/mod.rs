@@ -9,6 +9,7 @@
 
 pub mod guest;
 pub mod host;
+pub mod neighbour;
 
 use crate::corpus;
 use crate::measure::{Ratio, Samples, cpu_ns};

@@ -7,7 +7,7 @@ use super::pool::{Policy, Pool, Reput, hits};
 use super::requests::{Key, Kind, Put, requests};
 use super::s3_fifo::S3Fifo;
 use super::sieve::Sieve;
-use crate::replay::outcome;
+use super::traces::outcome;
 use std::collections::BTreeSet;
 use tmem_pool::PolicyKind;
 use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};

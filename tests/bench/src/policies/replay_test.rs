@@ -6,8 +6,8 @@
 //! engine's estimates of the gain from more memory and of the loss with less memory are within the
 //! bounds of this file and of `tmem_trace::estimate`.
 
-use crate::policies::{guest, without_hints};
-use crate::replay::{EIGHTHS, Outcome, load, outcome};
+use super::traces::{EIGHTHS, Outcome, load, outcome};
+use super::{guest, without_hints};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;

@@ -4,10 +4,8 @@
 //!
 //! docs/traces.md describes how tmemd records traces, their contents, and what a replay leaves out.
 
-mod pool;
-
-pub use pool::Outcome;
-use pool::Replay;
+pub use super::replay::Outcome;
+use super::replay::Replay;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;

@@ -8,8 +8,8 @@
 //! its own. A thread on another processor runs both guests. The benchmark measures each time at the
 //! victim, from its request to the answer.
 
-use crate::path::guest::{Guest, Run};
-use crate::path::host::{BenchDaemon, Path, pin};
+use super::guest::{Guest, Run};
+use super::host::{BenchDaemon, Path, pin};
 use crate::report::progress;
 use serde_json::json;
 use std::collections::VecDeque;
