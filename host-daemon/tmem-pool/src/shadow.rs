@@ -2,7 +2,7 @@
 //! A shadow tenant: one tenant with the index, eviction policy, charge and estimates of the engine,
 //! but with only the sizes of pages instead of their contents.
 //!
-//! `tmem-bench replay` sends the requests of a trace to a shadow tenant. Unlike in the engine, a
+//! `tmem-bench policies` sends the requests of a trace to a shadow tenant. Unlike in the engine, a
 //! page has its final size at once, and dropped pages are freed at once.
 
 use crate::blob::Finalized;

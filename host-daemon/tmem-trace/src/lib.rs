@@ -3,7 +3,7 @@
 //!
 //! | module | contents | users |
 //! | --- | --- | --- |
-//! | [`format`](mod@format) | writer and reader of traces | `tmemd --trace`, `tmemctl trace`, `tmem-bench replay` |
+//! | [`format`](mod@format) | writer and reader of traces | `tmemd --trace`, `tmemctl trace`, `tmem-bench policies` |
 //! | [`estimate`] | hits with more memory, misses with less, and the error bounds of both | the engine, `tmemctl advise` |
 //!
 //! The crate has no dependencies, so that `tmemctl` can use it without the engine.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tmemctl trace`: summarizes a trace of requests that `tmemd --trace` recorded. docs/traces.md
-//! describes the format. `tmem-bench replay` sends the requests of a trace to another pool.
+//! describes the format. `tmem-bench policies` sends the requests of a trace to another pool.
 
 use crate::Output;
 use crate::exit::{Code, Failure};

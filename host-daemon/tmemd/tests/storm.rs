@@ -25,7 +25,7 @@ const QUEUES: u16 = 2;
 const REGIONS: usize = 3;
 
 /// Longest time that a VMM waits for each reply to a vhost-user message. It is longer than any
-/// reply takes on a busy machine; `tmem-bench vms` measures the times.
+/// reply takes on a busy machine (docs/benchmarks/history.md).
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Resources that the daemon uses for each connected VM, as docs/operating.md states. Threads: one.

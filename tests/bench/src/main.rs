@@ -3,14 +3,12 @@
 //!
 //! Most figures are ratios of two operations, measured alternately in one run, because absolute
 //! times depend on the machine more than on the program. Replays of traces measure no time: they
-//! count hits. The benchmark of many VMs on one daemon reports absolute times, for a comparison
-//! with bounds.
+//! count hits.
 
 mod bare;
 mod corpus;
 mod counters;
 mod engine;
-mod huge_pages;
 mod load;
 mod machine;
 mod measure;
@@ -23,7 +21,6 @@ mod rig;
 mod threads;
 mod times;
 mod timing;
-mod vms;
 mod zram;
 
 use clap::{Parser, Subcommand};
@@ -43,11 +40,10 @@ enum Command {
     /// The storage engine, compared with copying, hashing, lz4 and zram, on pages of this machine's
     /// files.
     Engine(EngineArgs),
-    /// Costs of shared memory that does not consist of transparent huge pages: page faults, reads at
-    /// random addresses, page tables.
-    HugePages(huge_pages::Args),
     /// The path of requests from a guest's virtqueue to the storage engine and back, compared with
     /// the engine alone, zram and memcached.
+    ///
+    /// It also measures how long a VM waits for its pages while another VM keeps the worker busy.
     Path(path::Args),
     /// Hit ratios of the engine's eviction policy, S3-FIFO, SIEVE and the optimum, on recorded
     /// traces and on generated loads.
@@ -59,15 +55,8 @@ enum Command {
     /// comparison measures no time and takes about a minute. docs/benchmarks/policy.md discusses
     /// the results.
     Policies(policies::Args),
-    /// Hit ratios of all eviction policies with several pool sizes, on traces that tmemd recorded.
-    Replay(policies::traces::Args),
-    /// How long a VM waits for its pages while another VM keeps the worker busy.
-    Slice(path::neighbour::Args),
     /// Whether a guest can find out by timing that a VM of another trust domain has a page.
     Timing(timing::Args),
-    /// Many VMs on one tmemd: its resources, all VMs connecting at once, a large VM that
-    /// disconnects.
-    Vms(vms::Args),
 }
 
 /// Part of the benchmark of the storage engine, which can be measured alone.
@@ -155,13 +144,9 @@ impl EngineArgs {
 fn main() -> ExitCode {
     let done = match Args::parse().command {
         Command::Engine(args) => engine::run(&args),
-        Command::HugePages(args) => huge_pages::run(&args),
         Command::Path(args) => path::run(&args),
         Command::Policies(args) => policies::run(&args),
-        Command::Replay(args) => policies::traces::run(&args),
-        Command::Slice(args) => path::neighbour::run(&args),
         Command::Timing(args) => timing::run(&args),
-        Command::Vms(args) => vms::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

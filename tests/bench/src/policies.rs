@@ -18,7 +18,7 @@ mod s3_fifo;
 mod sieve;
 #[cfg(test)]
 mod tests;
-pub mod traces;
+mod traces;
 
 #[cfg(test)]
 pub use {loads::guest, requests::without_hints};
@@ -73,6 +73,14 @@ pub struct Args {
     /// Sizes of the pool in percent of the smallest pool in which the optimum loses no hit.
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = PERCENT)]
     percent: Vec<u64>,
+    /// Sizes of the pool in MiB, instead of percent.
+    #[arg(
+        long,
+        value_name = "N,...",
+        value_delimiter = ',',
+        conflicts_with = "percent"
+    )]
+    size_mib: Vec<u64>,
     /// Number of seeds, from 1, for the generated loads and for the hashes of the engine. The
     /// report shows mean hit ratios over all seeds.
     #[arg(long, value_name = "NUMBER", default_value_t = 3,
@@ -87,9 +95,48 @@ pub struct Args {
     json: bool,
 }
 
+/// A size of the pool, as the command line gives it.
+#[derive(Clone, Copy)]
+enum PoolSize {
+    /// Percent of the smallest pool in which the optimum loses no hit.
+    Percent(u64),
+    Mib(u64),
+}
+
+impl PoolSize {
+    fn bytes(self, need_bytes: u64) -> u64 {
+        match self {
+            PoolSize::Percent(percent) => need_bytes.saturating_mul(percent) / 100,
+            PoolSize::Mib(mib) => mib << 20,
+        }
+    }
+
+    /// Returns the percent, or None if the size is in MiB.
+    fn percent(self) -> Option<u64> {
+        match self {
+            PoolSize::Percent(percent) => Some(percent),
+            PoolSize::Mib(_) => None,
+        }
+    }
+}
+
+impl Args {
+    fn sizes(&self) -> Vec<PoolSize> {
+        match self.size_mib.is_empty() {
+            true => self
+                .percent
+                .iter()
+                .copied()
+                .map(PoolSize::Percent)
+                .collect(),
+            false => self.size_mib.iter().copied().map(PoolSize::Mib).collect(),
+        }
+    }
+}
+
 /// Results of a load with one pool size.
 struct AtSize {
-    percent: u64,
+    size: PoolSize,
     /// Mean size of the pool over all seeds, in bytes.
     size_bytes: u64,
     /// Hit ratio of each policy, as the mean over all seeds.
@@ -144,7 +191,8 @@ fn row(
     args: &Args,
 ) -> Result<Row, String> {
     let (mut gets, mut ratio_max) = (0, 0.0);
-    let mut seen: Vec<Vec<(u64, Ratios)>> = vec![Vec::new(); args.percent.len()];
+    let sizes = args.sizes();
+    let mut seen: Vec<Vec<(u64, Ratios)>> = vec![Vec::new(); sizes.len()];
     for seed in 1..=args.seeds {
         let mut events = events(seed);
         if args.no_hints {
@@ -155,23 +203,20 @@ fn row(
         let (need_bytes, hits) = optimum.need();
         gets += requests.gets();
         ratio_max += hits as f64 / requests.gets().max(1) as f64;
-        for (percent, seen) in args.percent.iter().zip(&mut seen) {
-            progress(&format!(
-                "{name}: seed {seed} of {}, pool of {percent} %",
-                args.seeds
-            ));
-            let size_bytes = need_bytes.saturating_mul(*percent) / 100;
+        progress(&format!("{name}: seed {seed} of {}", args.seeds));
+        for (size, seen) in sizes.iter().zip(&mut seen) {
+            let size_bytes = size.bytes(need_bytes);
             let ratios = ratios(&events, &requests, &optimum, size_bytes, seed)?;
             seen.push((size_bytes, ratios));
         }
     }
-    let at_size = |(percent, seen): (&u64, Vec<(u64, Ratios)>)| {
+    let at_size = |(size, seen): (&PoolSize, Vec<(u64, Ratios)>)| {
         let policy = |nr: usize| seen.iter().map(move |(_, ratios)| ratios[nr]);
         let range = |nr| policy(nr).fold(0.0, f64::max) - policy(nr).fold(1.0, f64::min);
-        let sizes = seen.iter().map(|(size_bytes, _)| size_bytes);
+        let bytes = seen.iter().map(|(size_bytes, _)| size_bytes);
         AtSize {
-            percent: *percent,
-            size_bytes: sizes.sum::<u64>() / args.seeds,
+            size: *size,
+            size_bytes: bytes.sum::<u64>() / args.seeds,
             ratios: std::array::from_fn(|nr| policy(nr).sum::<f64>() / args.seeds as f64),
             spread: (0..POLICIES.len()).map(range).fold(0.0, f64::max),
         }
@@ -181,7 +226,7 @@ fn row(
         recorded,
         gets: gets / args.seeds,
         ratio_max: ratio_max / args.seeds as f64,
-        sizes: args.percent.iter().zip(seen).map(at_size).collect(),
+        sizes: sizes.iter().zip(seen).map(at_size).collect(),
     })
 }
 
@@ -229,7 +274,8 @@ fn print(rows: &[Row], summary: &Summary) {
     for row in rows {
         for at in &row.sizes {
             let mib = at.size_bytes as f64 / MIB;
-            let pool = format!("{} % {mib:.1} MiB", at.percent);
+            let percent = at.size.percent().map(|percent| format!("{percent} % "));
+            let pool = format!("{}{mib:.1} MiB", percent.unwrap_or_default());
             let kind = if row.recorded { "trace " } else { "" };
             let name = format!("{kind}{}", row.name);
             line(&name, &pool, &cells(&at.ratios));
@@ -256,7 +302,7 @@ fn json(rows: &[Row], summary: &Summary, args: &Args) -> Value {
     };
     let at_size = |at: &AtSize| {
         json!({
-            "percent": at.percent,
+            "percent": at.size.percent(),
             "size_bytes": at.size_bytes,
             "hit_ratio": by_policy(&at.ratios),
             "spread": at.spread,

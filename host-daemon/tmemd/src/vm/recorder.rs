@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Records guests' requests to the pool in a trace file for `tmem-bench replay`. docs/traces.md
+//! Records guests' requests to the pool in a trace file for `tmem-bench policies`. docs/traces.md
 //! describes the format.
 //!
 //! Recording is off by default, and the size of a trace is bounded. A worker appends to a buffer in

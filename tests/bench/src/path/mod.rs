@@ -9,7 +9,7 @@
 
 pub mod guest;
 pub mod host;
-pub mod neighbour;
+mod neighbour;
 
 use crate::corpus;
 use crate::measure::{Ratio, Samples, cpu_ns};
@@ -20,6 +20,7 @@ use crate::times::{self, Sized};
 use crate::zram::Zram;
 use guest::{BATCH, Guest, Run, WINDOW};
 use host::{BenchDaemon, Path, pin, switches, threads};
+use neighbour::Waits;
 use serde_json::{Map, Value, json};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -138,9 +139,10 @@ pub fn run(args: &Args) -> Result<(), String> {
         memcached.as_mut().ok(),
     )?;
     let idle = many_vms(args, &pages, &mut times)?;
+    let waits = neighbour::measure(args.event_loop)?;
     progress("");
     let results = results(&times, &idle, &zram.map(drop), &memcached.map(drop));
-    print(args, &pages, &times, &results);
+    print(args, &pages, &times, &waits, &results);
     Ok(())
 }
 
@@ -534,6 +536,15 @@ fn percentile(values: &[f64], part: f64) -> f64 {
     values[((values.len() - 1) as f64 * part) as usize]
 }
 
+fn wait_percentiles(times: &[f64]) -> [f64; 4] {
+    [0.5, 0.99, 0.999, 1.0].map(|part| percentile(times, part))
+}
+
+fn wait_json(times: &[f64]) -> Value {
+    let [p50, p99, p999, max] = wait_percentiles(times);
+    json!({"gets": times.len(), "p50": p50, "p99": p99, "p99.9": p999, "max": max})
+}
+
 fn results(
     times: &Times,
     idle: &Idle,
@@ -580,7 +591,7 @@ fn results(
     results
 }
 
-fn print(args: &Args, pages: &[Sized], times: &Times, results: &Results) {
+fn print(args: &Args, pages: &[Sized], times: &Times, waits: &[Waits], results: &Results) {
     let rows: Vec<(&str, &Samples)> = [
         ("path: put", &times.path[PUT]),
         ("path: get", &times.path[GET]),
@@ -615,6 +626,12 @@ fn print(args: &Args, pages: &[Sized], times: &Times, results: &Results) {
             us.insert(name.into(), json!({"p50": p50, "p99": p99}));
         }
         all.insert("single_get_us".into(), us.into());
+        let beside = waits.iter().map(|waits| {
+            let arms =
+                json!({ "alone": wait_json(&waits.alone), "beside": wait_json(&waits.beside) });
+            (waits.key.into(), arms)
+        });
+        all.insert("neighbour_get_us".into(), Value::Object(beside.collect()));
         all.insert("rounds".into(), json!(args.rounds));
         println!("{}", Value::Object(all));
         return;
@@ -634,6 +651,17 @@ fn print(args: &Args, pages: &[Sized], times: &Times, results: &Results) {
     );
     for (name, p50, p99) in singles {
         println!("{name:34} {p50:9.1} {p99:9.1}");
+    }
+    println!(
+        "\n{:48} {:>7} {:>8} {:>8} {:>8} {:>8}",
+        "µs for a get of one page beside a busy VM", "gets", "p50", "p99", "p99.9", "max"
+    );
+    for waits in waits {
+        for (name, times) in [("  alone", &waits.alone), (waits.name, &waits.beside)] {
+            let [p50, p99, p999, max] = wait_percentiles(times);
+            let gets = times.len();
+            println!("{name:48} {gets:7} {p50:8.1} {p99:8.1} {p999:8.1} {max:8.1}");
+        }
     }
     results.print();
 }

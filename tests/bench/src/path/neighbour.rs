@@ -10,8 +10,8 @@
 
 use super::guest::{Guest, Run};
 use super::host::{BenchDaemon, Path, pin};
+use super::{CLIENT, SERVER};
 use crate::report::progress;
-use serde_json::json;
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -47,25 +47,18 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// Polling time of the worker, so long that the worker does not sleep between the victim's
 /// requests.
 const POLL_MAX: Duration = Duration::from_millis(1);
-const PROCESSORS: [usize; 2] = [0, 1];
+/// Number of rounds for each attack. A round measures the victim alone, and then during the attack.
+const ROUNDS: usize = 12;
 
-/// Options of the benchmark.
-#[derive(clap::Args)]
-pub struct Args {
-    /// Number of rounds for each attack. A round measures the victim alone, and then during the
-    /// attack.
-    #[arg(long, default_value_t = 40, value_name = "NUMBER")]
-    rounds: usize,
-    /// Pause of the victim between two gets, in µs. Without a pause, the next get arrives within
-    /// the victim's scheduling slice, so that most gets do not wait for the other VM.
-    #[arg(long, default_value_t = 20, value_name = "NUMBER")]
-    pause_us: u64,
-    /// Event loop of the worker: auto, epoll or io_uring.
-    #[arg(long, default_value = "auto", value_name = "KIND")]
-    event_loop: EventLoop,
-    /// Print the result as JSON on standard output.
-    #[arg(long)]
-    json: bool,
+/// Times of the victim's gets in µs.
+pub struct Waits {
+    /// Name of the attack for the report.
+    pub name: &'static str,
+    pub key: &'static str,
+    /// Times without the attack.
+    pub alone: Vec<f64>,
+    /// Times during the attack.
+    pub beside: Vec<f64>,
 }
 
 /// Kind of the attacker's requests.
@@ -393,7 +386,7 @@ struct Rig {
 impl Rig {
     fn new(attack: Attack, event_loop: EventLoop) -> Result<Rig, String> {
         let host = BenchDaemon::new(POOL_BYTES);
-        let path = host.serve(event_loop, POLL_MAX, PROCESSORS[0])?;
+        let path = host.serve(event_loop, POLL_MAX, SERVER)?;
         let mut rng = fastrand::Rng::with_seed(2);
         let pages: Vec<Page> = (0..VICTIM_PAGES).map(|_| dense(&mut rng)).collect();
         let mut victim = Guest::new("victim", pages.iter(), 1)?;
@@ -468,7 +461,7 @@ impl Rig {
     /// Gets the victim's pages one by one, and returns the times in µs. With `beside`, measures
     /// while the attack runs, until the attack ends or [`ATTACK`] has passed. Without it, measures
     /// without an attack until the victim has got each page once.
-    fn times(&mut self, beside: bool, pause: Duration) -> Result<Vec<f64>, String> {
+    fn times(&mut self, beside: bool) -> Result<Vec<f64>, String> {
         let runs: Vec<Run> = (0..VICTIM_PAGES / BATCH)
             .map(|nth| Run {
                 index: nth * BATCH,
@@ -495,12 +488,6 @@ impl Rig {
         for index in 0..VICTIM_PAGES {
             if beside && (!self.attacker.is_busy() || begun.elapsed() > ATTACK) {
                 break;
-            }
-            let paused = Instant::now();
-            while paused.elapsed() < pause {
-                if beside {
-                    self.attacker.go_on()?;
-                }
             }
             let sent = Instant::now();
             if !self.victim.get(Run { index, pages: 1 }, 0) {
@@ -530,52 +517,31 @@ impl Rig {
     }
 }
 
-fn percentile(sorted: &[f64], part: f64) -> f64 {
-    sorted[((sorted.len() - 1) as f64 * part) as usize]
-}
-
-/// Runs the benchmark and prints the results.
+/// Measures the victim's gets with each kind of attack.
 ///
 /// # Errors
 /// The daemon refuses a connection or a message, or a request is not answered.
-pub fn run(args: &Args) -> Result<(), String> {
-    pin(None, PROCESSORS[1])?;
-    let pause = Duration::from_micros(args.pause_us);
-    let mut all = serde_json::Map::new();
-    if !args.json {
-        println!(
-            "{:48} {:>7} {:>8} {:>8} {:>8} {:>8}",
-            "µs for a get of one page", "gets", "p50", "p99", "p99.9", "max"
-        );
-    }
+pub fn measure(event_loop: EventLoop) -> Result<Vec<Waits>, String> {
+    pin(None, CLIENT)?;
+    let mut all = Vec::new();
     for attack in Attack::ALL {
         progress(attack.name());
-        let mut rig = Rig::new(attack, args.event_loop)?;
+        let mut rig = Rig::new(attack, event_loop)?;
         let mut times = [Vec::new(), Vec::new()];
-        for round in 0..args.rounds {
+        for round in 0..ROUNDS {
             rig.stock(round)?;
             let first = round % 2;
             for arm in [first, 1 - first] {
-                times[arm].extend(rig.times(arm == 1, pause)?);
+                times[arm].extend(rig.times(arm == 1)?);
             }
         }
-        let mut figures = serde_json::Map::new();
-        let names = [("alone", "  alone"), ("beside", attack.name())];
-        for ((key, name), mut times) in names.into_iter().zip(times) {
-            times.sort_by(f64::total_cmp);
-            let [p50, p99, p999, max] =
-                [0.5, 0.99, 0.999, 1.0].map(|part| percentile(&times, part));
-            let gets = times.len();
-            if !args.json {
-                println!("{name:48} {gets:7} {p50:8.1} {p99:8.1} {p999:8.1} {max:8.1}");
-            }
-            let figure = json!({"gets": gets, "p50": p50, "p99": p99, "p99.9": p999, "max": max});
-            figures.insert(key.into(), figure);
-        }
-        all.insert(attack.key().into(), figures.into());
+        let [alone, beside] = times;
+        all.push(Waits {
+            name: attack.name(),
+            key: attack.key(),
+            alone,
+            beside,
+        });
     }
-    if args.json {
-        println!("{}", serde_json::Value::Object(all));
-    }
-    Ok(())
+    Ok(all)
 }

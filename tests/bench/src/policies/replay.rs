@@ -42,13 +42,6 @@ pub struct Outcome {
     pub peak_bytes: u64,
 }
 
-impl Outcome {
-    /// Returns the share of requested pages that the replay returned, 0 to 1.
-    pub fn hit_ratio(&self) -> f64 {
-        self.hits as f64 / self.gets.max(1) as f64
-    }
-}
-
 /// Bytes of address space for the indexes of all tenants. This is ten times the memory for the keys
 /// of the largest trace that a daemon records by default.
 const INDEX_BYTES_MAX: u64 = 32 << 30;

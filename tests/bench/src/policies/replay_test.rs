@@ -6,7 +6,7 @@
 //! engine's estimates of the gain from more memory and of the loss with less memory are within the
 //! bounds of this file and of `tmem_trace::estimate`.
 
-use super::traces::{EIGHTHS, Outcome, load, outcome};
+use super::traces::{Outcome, load, outcome};
 use super::{guest, without_hints};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -20,6 +20,10 @@ use tmem_trace::format::Event;
 /// Number of seeds for the index's hashes and for the generated traces: the seeds are 1 to this
 /// number. TMEM_SEEDS replaces it; the figures of docs/traces.md were measured with TMEM_SEEDS=32.
 const SEEDS: u64 = 2;
+
+/// Pool sizes of the comparison with LRU, in eighths of the memory that a trace would fill without
+/// evictions. With the smallest size most pages are evicted, with the largest size only a few.
+const EIGHTHS: std::ops::RangeInclusive<u64> = 1..=7;
 
 /// Pool sizes at which the tests check estimated gains from more memory, in sixteenths of the
 /// memory that a trace would fill without evictions. One half (8/16) is left out, because twice
@@ -90,7 +94,7 @@ fn mean_ratio(events: &[Event], policy: PolicyKind, seed: u64) -> f64 {
     let ratio = |eighths| {
         let at =
             outcome(events, policy, peak * eighths / 8, seed).expect("cannot replay the trace");
-        at.hit_ratio()
+        at.hits as f64 / at.gets.max(1) as f64
     };
     EIGHTHS.map(ratio).sum::<f64>() / EIGHTHS.count() as f64
 }
