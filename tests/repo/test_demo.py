@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import demo
+from bench.vm import demo
 from harness.native import NativeVm
 from harness.paths import HarnessError
 from harness.vm import MIB

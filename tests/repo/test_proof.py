@@ -15,22 +15,22 @@ from typing import Any, cast
 
 import pytest
 
-from bench_guest import PAGE_BYTES
+from bench.vm import disks, guests, host_bytes, intervals, model, plot, proof, report
+from bench.vm import rivals as rivals_part
+from bench.vm.fleet_loads import Neighbour
+from bench.vm.guests import Host, Lab
+from bench.vm.intervals import Estimate
+from bench.vm.machine import PAGE_BYTES
+from bench.vm.proof import MAKE, Run
+from bench.vm.results import Measured, Results
+from bench.vm.rivals import ARMS, CACHE, POOL, RAM, Fleet, Rivals
+from bench.vm.workloads import WITH, WITHOUT, RandomReread, Workload, Write
 from harness import initramfs, native
 from harness.daemon import Daemon
 from harness.disk import Disk
 from harness.paths import HarnessError
 from harness.session import Session
 from harness.vm import MIB, Config
-from proof import disks, guests, host_bytes, intervals, model, plot, report, run
-from proof import rivals as rivals_part
-from proof.fleet_loads import Neighbour
-from proof.guests import Host, Lab
-from proof.intervals import Estimate
-from proof.results import Measured, Results
-from proof.rivals import ARMS, CACHE, POOL, RAM, Fleet, Rivals
-from proof.run import MAKE, Run
-from proof.workloads import WITH, WITHOUT, RandomReread, Workload, Write
 
 
 def test_ratio_of_medians_lies_in_its_confidence_interval() -> None:
@@ -478,15 +478,15 @@ def test_settings_change_with_the_programs_and_the_parameters(
 ) -> None:
     linux = tmp_path / "linux"
     linux.write_text("one")
-    monkeypatch.setattr(run, "host_binary", lambda _: linux)
+    monkeypatch.setattr(proof, "host_binary", lambda _: linux)
     host = cast(Host, SimpleNamespace(what="none", programs=lambda: {"kernel": linux}))
-    first = run.settings(False, host)
-    assert first == run.settings(False, host)
+    first = proof.settings(False, host)
+    assert first == proof.settings(False, host)
     monkeypatch.setattr(Write, "writes", 7)
-    second = run.settings(False, host)
+    second = proof.settings(False, host)
     assert [key for key in first if first[key] != second[key]] == ["parameters"]
     linux.write_text("two")
-    assert run.settings(False, host)["kernel"] != second["kernel"]
+    assert proof.settings(False, host)["kernel"] != second["kernel"]
 
 
 def test_cgroup_is_removed_if_its_limits_cannot_be_set(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""tests/long.py ends at the first wrong byte, and its printed seed finds that byte again."""
+"""tests/vm/long.py ends at the first wrong byte, and its printed seed finds that byte again."""
 
 from __future__ import annotations
 
 import re
 
+import long
 import pytest
 
-import long
 from harness.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
@@ -16,7 +16,7 @@ BROKEN = "--duration=5m --file-systems=ext4 --hooks-off=truncate"
 
 
 def run(capsys: pytest.CaptureFixture[str], kernel: Kernel, arguments: str) -> tuple[str, str]:
-    """Runs tests/long.py, which must fail. Returns the seed and the command line that failed."""
+    """Runs tests/vm/long.py, which must fail. Returns the seed and the command line that failed."""
     assert long.main([f"--kernels={kernel.series}", *arguments.split()]) == 1
     said = capsys.readouterr()
     assert "TORTURE MISMATCH" in said.err

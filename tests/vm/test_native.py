@@ -40,8 +40,8 @@ from test_ring import check_full_batches_without_feeder
 from test_selftest import BLIND
 from test_torture import BROKEN, BROKEN_RANDOM, SCENARIOS, SMALL
 
-import bench_guest
-import bench_native
+from bench.vm.machine import BENCH, DATA, Machine
+from bench.vm.native import FOLIO_PAGES, parse_latency, percentile
 from harness import disk, storage
 from harness.daemon import Daemon
 from harness.guest import Guest
@@ -408,7 +408,7 @@ def test_disk_image_is_dropped_from_the_page_cache_of_the_host(tmp_path: Path) -
 
 
 def test_benchmark_measures_gets_and_puts(session: Session) -> None:
-    """The guest programs of bench_native.py get evicted blocks from the pool, and measure puts."""
+    """The guest program of the benchmark gets evicted blocks from the pool, and measures puts."""
     daemon = start_daemon(session)
     tree = session.directory / "tree"
     tree.mkdir()
@@ -419,17 +419,17 @@ def test_benchmark_measures_gets_and_puts(session: Session) -> None:
         NativeConfig(
             disks=[disk.Disk("data", image)],
             tmem=daemon.socket("vm1"),
-            files={bench_guest.BENCH: guest_program(TESTS / "guest/bench.c")},
+            files={BENCH: guest_program(TESTS / "guest/bench.c")},
             parameters=PATIENT,
         )
     )
     vm.start()
-    machine = bench_guest.Machine(vm, cached=True)
-    machine.guest.mount("data", bench_guest.DATA)
+    machine = Machine(vm, cached=True)
+    machine.guest.mount("data", DATA)
     wait_state(machine.guest, "on")
 
     def evict(name: str) -> int:
-        return int(machine.guest.sh(f"{bench_guest.BENCH} evict {bench_guest.DATA}/{name}", 60))
+        return int(machine.guest.sh(f"{BENCH} evict {DATA}/{name}", 60))
 
     def served() -> bool:
         return evict("cached") > 0 and machine.stat("puts") > 0
@@ -438,15 +438,15 @@ def test_benchmark_measures_gets_and_puts(session: Session) -> None:
     assert evict("blocks") == 1024
     evict("cached")
     before = machine.counters()
-    arguments = f"{bench_guest.DATA}/blocks 500 4096 1 {bench_guest.DATA}/cached 100"
-    text = machine.guest.sh(f"{bench_guest.BENCH} latency {arguments}", 60)
-    samples = bench_native.parse_latency(text)
+    arguments = f"{DATA}/blocks 500 4096 1 {DATA}/cached 100"
+    text = machine.guest.sh(f"{BENCH} latency {arguments}", 60)
+    samples = parse_latency(text)
     counts = {kind: len(ticks) for kind, ticks in samples.items()}
     assert counts == {"get": 500, "cached": 500, "empty": 500, "disk": 5}
     assert machine.counters(before)["hits"] >= 500
-    middle = {kind: bench_native.percentile(ticks, 0.5) for kind, ticks in samples.items()}
+    middle = {kind: percentile(ticks, 0.5) for kind, ticks in samples.items()}
     assert 0 < middle["empty"] < middle["cached"] < middle["get"], middle
     ticks = machine.micro(1)
     assert 0 < ticks["copy"] < ticks["put"], ticks
-    for pages in bench_native.FOLIO_PAGES:
+    for pages in FOLIO_PAGES:
         assert ticks[f"folio_{pages}"] > ticks["copy"], ticks

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_guest import DATA
+from bench.vm import disks
+from bench.vm.guests import LOADS, REASONS, TOTALS, Box, Lab, Spec, fio_command, fio_report
+from bench.vm.host_bytes import MemoryGroup, Peak, disk_read_bytes, swapped_bytes, used_bytes
+from bench.vm.machine import DATA
+from bench.vm.results import Measured
+from bench.vm.workloads import WARM_UPS, Workload
 from harness import disk, storage
 from harness.daemon import Daemon
 from harness.disk import Disk, Throttle
 from harness.native import NativeVm
 from harness.paths import HarnessError
 from harness.vm import MIB
-from proof import disks
-from proof.guests import LOADS, REASONS, TOTALS, Box, Lab, Spec, fio_command, fio_report
-from proof.host_bytes import MemoryGroup, Peak, disk_read_bytes, swapped_bytes, used_bytes
-from proof.results import Measured
-from proof.workloads import WARM_UPS, Workload
 
 OVERLAPS = (0.0, 0.5, 0.9)
 GUESTS = 4

@@ -9,17 +9,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-from bench_guest import DATA, PAGE_BYTES
+from bench.vm import disks
+from bench.vm.guests import LOADS, SECONDS, Box, Lab, Spec, Use, fio_command, fio_report
+from bench.vm.machine import DATA, PAGE_BYTES
+from bench.vm.results import Measured
+from bench.vm.workloads import DISK, RAM_BYTES, WITH, WITHOUT, Workload, load_name, set_sum
 from harness import disk
 from harness.disk import Disk
 from harness.guest import Job
 from harness.paths import HarnessError
 from harness.vm import MIB
 from harness.wait import until
-from proof import disks
-from proof.guests import LOADS, SECONDS, Box, Lab, Spec, Use, fio_command, fio_report
-from proof.results import Measured
-from proof.workloads import DISK, RAM_BYTES, WITH, WITHOUT, Workload, load_name, set_sum
 
 CLONES = 4
 BOOT_BYTES = 64 * MIB  # files that a clone reads while it boots; they fit its RAM

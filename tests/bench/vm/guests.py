@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench_guest import BENCH, DATA, SECTOR_BYTES, UNHOOKED_KIND, Machine
+from bench.vm.host_bytes import family_seconds
+from bench.vm.machine import BENCH, DATA, SECTOR_BYTES, UNHOOKED_KIND, Machine
+from bench.vm.results import Measured
 from harness import fio, kernel, kvm, module, native, toolchain
 from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
@@ -19,8 +21,6 @@ from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, cache_dir, guest_program, qemu_binary
 from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
-from proof.host_bytes import family_seconds
-from proof.results import Measured
 
 FIO, SQLITE = "/bin/fio", "/usr/bin/sqlite3"
 SECONDS = 600  # longest time of one step in a guest

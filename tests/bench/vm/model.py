@@ -19,14 +19,11 @@ from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench_guest import DATA, PAGE_BYTES, SEED
-from harness import disk
-from harness.paths import HarnessError
-from harness.vm import MIB
-from proof import disks
-from proof.guests import Box, fio_command, fio_report
-from proof.results import Measured, Repetition
-from proof.workloads import (
+from bench.vm import disks
+from bench.vm.guests import Box, fio_command, fio_report
+from bench.vm.machine import DATA, PAGE_BYTES, SEED
+from bench.vm.results import Measured, Repetition
+from bench.vm.workloads import (
     RAM_BYTES,
     SET_BYTES,
     WARM_UPS,
@@ -34,6 +31,9 @@ from proof.workloads import (
     WITHOUT,
     RandomReread,
 )
+from harness import disk
+from harness.paths import HarnessError
+from harness.vm import MIB
 
 CALIBRATION, ALL_IN_RAM = "rand_reread_1", "model_all_in_ram"
 HALF, MORE, TWO = "holdout_half_ram", "holdout_more_ram", "holdout_two_guests"

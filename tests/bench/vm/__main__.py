@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from proof.run import main
+from bench.vm.proof import main
 
 if __name__ == "__main__":
     sys.exit(main())

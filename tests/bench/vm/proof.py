@@ -15,17 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from demo import Progress
-from harness.machine import observed, processor_model
-from harness.paths import ROOT, HarnessError, host_binary
-from harness.session import Session
-from proof import model, report
-from proof.build import Build
-from proof.fleet_loads import Boot, Neighbour
-from proof.guests import Host, Lab, Native, Qemu
-from proof.results import Measured, Repetition, Results
-from proof.rivals import OVERLAPS, Rivals
-from proof.workloads import (
+from bench.vm import model, report
+from bench.vm.build import Build
+from bench.vm.demo import Progress
+from bench.vm.fleet_loads import Boot, Neighbour
+from bench.vm.guests import Host, Lab, Native, Qemu
+from bench.vm.results import Measured, Repetition, Results
+from bench.vm.rivals import OVERLAPS, Rivals
+from bench.vm.workloads import (
     URING,
     Oltp,
     RandomReread,
@@ -34,6 +31,9 @@ from proof.workloads import (
     Workload,
     Write,
 )
+from harness.machine import observed, processor_model
+from harness.paths import ROOT, HarnessError, host_binary
+from harness.session import Session
 
 RESULTS, RESULTS_KVM = ROOT / "build/proof.json", ROOT / "build/proof-kvm.json"
 PUBLISHED = ROOT / "docs/benchmarks/proof.json"  # results of native guests, for a comparison

@@ -15,8 +15,8 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import demo
-from bench_guest import BATCH_BYTES, PAGE_BYTES, SEED, UNHOOKED_KIND, contents
+from bench.vm import demo
+from bench.vm.machine import BATCH_BYTES, PAGE_BYTES, SEED, UNHOOKED_KIND, contents
 from harness import disk, storage
 from harness.paths import HarnessError
 from harness.vm import MIB

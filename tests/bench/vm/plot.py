@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from html import escape
 
-from proof.intervals import Estimate
+from bench.vm.intervals import Estimate
 
 WIDTH, LEFT, RIGHT = 760, 330, 110
 ROW, TOP = 26, 64

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench_guest import SEED
+from bench.vm.machine import SEED
 
 RESAMPLES = 2000
 Pair = tuple[float, float]

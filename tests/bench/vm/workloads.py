@@ -12,14 +12,14 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bench_guest import DATA, PAGE_BYTES
+from bench.vm import disks
+from bench.vm.guests import LOADS, SQLITE, Box, Lab, Spec, Use
+from bench.vm.machine import DATA, PAGE_BYTES
+from bench.vm.results import Measured
 from harness import disk
 from harness.disk import Disk
 from harness.paths import HarnessError
 from harness.vm import MIB
-from proof import disks
-from proof.guests import LOADS, SQLITE, Box, Lab, Spec, Use
-from proof.results import Measured
 
 RAM_BYTES = 192 * MIB
 SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool

@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_guest import BATCH_BYTES, DATA, SEED, contents
+from bench.vm.guests import Box, Lab
+from bench.vm.machine import BATCH_BYTES, DATA, SEED, contents
+from bench.vm.results import Measured
+from bench.vm.workloads import WITH, WITHOUT, Paired
 from harness import disk, toolchain
 from harness.initramfs import busybox
 from harness.paths import ROOT, HarnessError
 from harness.vm import MIB
-from proof.guests import Box, Lab
-from proof.results import Measured
-from proof.workloads import WITH, WITHOUT, Paired
 
 SUITE = "bookworm"
 PACKAGES = (

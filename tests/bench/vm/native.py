@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_guest import (
+from bench.vm.demo import Progress, table
+from bench.vm.machine import (
     BATCH_BYTES,
     BENCH,
     DATA,
@@ -37,7 +38,6 @@ from bench_guest import (
     Machine,
     make_image,
 )
-from demo import Progress, table
 from harness import disk, native
 from harness.daemon import Daemon
 from harness.disk import Disk

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Benchmarks. The Rust program tmem-bench is in src/, the benchmarks with guests are in vm/."""
