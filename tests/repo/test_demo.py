@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,12 +50,10 @@ def test_native_guest_read_bytes_are_512_per_disk_sector() -> None:
     assert demo.read_bytes(Stub()) == 5120
 
 
-def test_json_report_and_table_contain_both_vms(tmp_path: Path) -> None:
+def test_json_report_and_table_contain_both_vms() -> None:
     plain = {name: measured(4 << 30, 0) for name in demo.NAMES}
     tmem = {name: measured(1 << 30, 262144) for name in demo.NAMES}
-    path = tmp_path / "demo.json"
-    demo.write_json(path, 128 * MIB, plain, tmem, POOL)
-    report = json.loads(path.read_text())
+    report = demo.figures(128 * MIB, plain, tmem, POOL)
     assert [vm["ram_bytes"] for vm in report["vms"]] == [128 * MIB] * 2
     assert report["vms"][0]["seconds_with"] == 10 and report["pool"] == POOL
     assert report["vms"][0]["lost_fraction"] == 0.25
@@ -67,13 +64,3 @@ def test_json_report_and_table_contain_both_vms(tmp_path: Path) -> None:
     assert "25.0%" in text
     tmem["web1"].checksums_equal = False
     assert "DIFFER" in demo.summary(plain, tmem)
-
-
-@pytest.mark.parametrize(
-    "native, command", [(True, "TMEM_KEEP=1 make demo NATIVE=1"), (False, "TMEM_KEEP=1 make demo ")]
-)
-def test_next_steps_after_the_demo_name_the_demo_command_that_ran(
-    native: bool, command: str
-) -> None:
-    daemon: Any = SimpleNamespace(control="/run/control")
-    assert command in demo.around(daemon, native)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Compares the pool with other uses of host memory: `make bench-proof`, docs/benchmarks/proof.md.
+"""Benchmarks with guests: `tests/bench/run demo`, `native` and `proof`.
 
-- `disks` makes images and requests, and `guests` boots guests.
-- `workloads`, `build` and `fleet_loads` are the loads that run with and without the pool.
-- `rivals` compares ways to use equal host bytes, which `host_bytes` counts.
-- `model` predicts times.
-- `run` measures, and `results` keeps the checked repetitions in a file.
-- `intervals`, `plot` and `report` make the page.
+- `__main__` runs one of them; `output` prints and writes results.
+- `machine` is a guest and the files that it reads.
+- `demo` compares two VMs with and without the device.
+- `native` measures single gets and puts in user-mode Linux.
+- `proof` compares the pool with other uses of host memory (docs/benchmarks/proof.md):
+  - `disks` makes images and requests, and `guests` boots guests.
+  - `workloads`, `build` and `fleet_loads` are the loads that run with and without the pool.
+  - `rivals` compares ways to use equal host bytes, which `host_bytes` counts.
+  - `model` predicts times.
+  - `results` keeps the checked repetitions in a file.
+  - `intervals`, `plot` and `report` make the page.
 """

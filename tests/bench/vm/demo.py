@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.vm.output import Progress, size_text, table, write_json
 from harness import disk, kernel, module, native
 from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
@@ -90,23 +90,6 @@ class Measured:
     @property
     def seconds(self) -> float:
         return sum(self.rounds)
-
-
-class Progress:
-    """Progress output: one line that is rewritten on a terminal, and separate lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._begin = time.monotonic()
-
-    def show(self, text: str) -> None:
-        if self._terminal:
-            print(f"\r\033[K  {text}", end="", file=sys.stderr, flush=True)
-
-    def step(self, text: str) -> None:
-        seconds = time.monotonic() - self._begin
-        start = "\r\033[K" if self._terminal else ""
-        print(f"{start}[{seconds:4.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 def walk() -> Iterator[tuple[Path, int]]:
@@ -269,15 +252,6 @@ def phase(
     return out
 
 
-def size_text(count: float) -> str:
-    """Formats bytes with a unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
-
-
 def ratio(part: float, whole: float) -> str:
     return f"{part / whole:.2f}" if whole else "-"
 
@@ -290,15 +264,6 @@ def total(of: list[Measured], counter: str) -> int:
 def lost_fraction(of: list[Measured]) -> float:
     """Returns the part of the eligible evicted pages that the cache did not keep."""
     return total(of, "puts_lost") / (total(of, "puts_eligible") or 1)
-
-
-def table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for label, *cells in rows:
-        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join([label.ljust(widths[0]), *right]))
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
@@ -340,16 +305,13 @@ def pool_summary(pool: dict[str, Any]) -> str:
     )
 
 
-def write_json(
-    path: Path,
-    ram_bytes: int,
-    plain: dict[str, Measured],
-    tmem: dict[str, Measured],
-    pool: dict[str, Any],
-) -> None:
+def figures(
+    ram_bytes: int, plain: dict[str, Measured], tmem: dict[str, Measured], pool: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the figures for the JSON file."""
     keys = ("pages", "original_bytes", "held_bytes", "shared_pages")
     read = [sum(m.read_bytes for m in phase.values()) for phase in (tmem, plain)]
-    report = {
+    return {
         "disk_read_ratio": round(read[0] / read[1], 4) if read[1] else None,
         "vms": [
             {
@@ -367,15 +329,14 @@ def write_json(
         ],
         "pool": {key: pool[key] for key in keys},
     }
-    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def around(daemon: Daemon, native_guests: bool) -> str:
     """Returns a text with commands to examine the VMs and the pool after the demo."""
-    command = "make demo NATIVE=1" if native_guests else "make demo"
+    command = f"tests/bench/run demo {'--native ' if native_guests else ''}--keep"
     return f"""
 Next steps:
-  {"TMEM_KEEP=1 " + command:<38}keeps both VMs and the pool until you press Enter, then:
+  {command:<38}keeps both VMs and the pool until you press Enter, then:
     target/release/tmemctl --socket {daemon.control} list
     target/release/tmemctl --socket {daemon.control} stats
   tests/run-vm --help                   boots a VM and runs a command in it
@@ -427,7 +388,8 @@ class Machines:
         )
 
 
-def run(json_path: Path | None, keep: bool, native_guests: bool) -> int:
+def run(options: argparse.Namespace) -> int:
+    native_guests, json_path = options.native, options.json
     progress = Progress()
     machines = Machines(native_guests)
     sizes = machines.sizes
@@ -466,8 +428,8 @@ def run(json_path: Path | None, keep: bool, native_guests: bool) -> int:
         print(REMARK_NATIVE if native_guests else REMARK)
         print(around(daemon, native_guests))
         if json_path:
-            write_json(json_path, sizes.ram_bytes, plain, tmem, pool)
-        if keep:
+            write_json(json_path, figures(sizes.ram_bytes, plain, tmem, pool))
+        if options.keep:
             input("\nThe VMs run. Press Enter to end them. ")
         equal = all(m.checksums_equal for m in (*plain.values(), *tmem.values()))
         if not equal:
@@ -475,32 +437,12 @@ def run(json_path: Path | None, keep: bool, native_guests: bool) -> int:
         return 0 if equal else 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="write the figures to this file; default: the environment variable JSON",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep",
         action="store_true",
         help="keep the VMs and the daemon running until you press Enter",
     )
     parser.add_argument(
-        "--native",
-        action="store_true",
-        help="run the guests as user-mode Linux instead of in QEMU, as NATIVE=1 does",
+        "--native", action="store_true", help="run the guests as user-mode Linux, not in QEMU"
     )
-    arguments = parser.parse_args()
-    native_guests = arguments.native or bool(os.environ.get("NATIVE"))
-    json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
-    try:
-        return run(json_path, arguments.keep or bool(os.environ.get("TMEM_KEEP")), native_guests)
-    except HarnessError as error:
-        print(f"\ndemo: {error}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,19 +13,15 @@ ptrace. There are no exits and no large folios, and a guest has one processor.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bench.vm.demo import Progress, table
 from bench.vm.machine import (
     BATCH_BYTES,
     BENCH,
@@ -38,6 +34,7 @@ from bench.vm.machine import (
     Machine,
     make_image,
 )
+from bench.vm.output import Progress, table, write_json
 from harness import disk, native
 from harness.daemon import Daemon
 from harness.disk import Disk
@@ -580,13 +577,7 @@ def report(rows: list[Row]) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="write the figures to this file; default: the environment variable JSON",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", nargs="*", default=[], choices=STEPS, help="run only these steps", metavar="STEP"
     )
@@ -595,24 +586,15 @@ def main() -> int:
         action="store_true",
         help=f"make only 1/{QUICK} of the repetitions, to test the benchmark",
     )
-    arguments = parser.parse_args()
-    json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
-    try:
-        # A missing program is reported at once, not after minutes.
-        host_binary("tmemd"), host_binary("tmemctl")
-        with Session() as session:
-            bench = Bench(session, Progress(), QUICK if arguments.quick else 1)
-            bench.run(arguments.only)
-            figures = report(bench.rows)
-            print(f"\n{conditions(bench.facts)}\n\n{figures}")
-            if json_path:
-                found = flat(bench.rows, bench.facts)
-                json_path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    except HarnessError as error:
-        print(f"\nbench-native: {error}", file=sys.stderr)
-        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    # A missing program is reported at once, not after minutes.
+    host_binary("tmemd"), host_binary("tmemctl")
+    with Session() as session:
+        bench = Bench(session, Progress(), QUICK if options.quick else 1)
+        bench.run(options.only)
+        print(f"\n{conditions(bench.facts)}\n\n{report(bench.rows)}")
+        if options.json:
+            write_json(options.json, flat(bench.rows, bench.facts))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

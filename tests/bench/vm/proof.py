@@ -6,8 +6,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,9 +15,9 @@ from typing import Any
 
 from bench.vm import model, report
 from bench.vm.build import Build
-from bench.vm.demo import Progress
 from bench.vm.fleet_loads import Boot, Neighbour
 from bench.vm.guests import Host, Lab, Native, Qemu
+from bench.vm.output import Progress
 from bench.vm.results import Measured, Repetition, Results
 from bench.vm.rivals import OVERLAPS, Rivals
 from bench.vm.workloads import (
@@ -36,7 +34,7 @@ from harness.paths import ROOT, HarnessError, host_binary
 from harness.session import Session
 
 RESULTS, RESULTS_KVM = ROOT / "build/proof.json", ROOT / "build/proof-kvm.json"
-PUBLISHED = ROOT / "docs/benchmarks/proof.json"  # results of native guests, for a comparison
+PUBLISHED = RESULTS  # results of native guests, for a comparison
 QUICK_REPETITIONS = 1
 MAKE: dict[str, Callable[[], Workload]] = {
     "seq_reread_1": lambda: SequentialReread(1),
@@ -177,10 +175,7 @@ class Run:
         self._progress.step(f"  {part.figure}: {words}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench-proof", description="Measures gains and losses of the pool and its rivals."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", choices=[*MAKE], default=[], metavar="WORKLOAD",
                         help=f"run only these workloads: {', '.join(MAKE)}")  # fmt: skip
     parser.add_argument(
@@ -190,45 +185,36 @@ def main() -> int:
     )
     parser.add_argument("--fresh", action="store_true", help="measure all repetitions again")
     parser.add_argument(
-        "--json",
-        type=Path,
-        help=f"results file; default: the environment variable JSON, or {RESULTS}",
+        "--kvm",
+        action="store_true",
+        help="run the guests in QEMU with KVM, or with TCG where no guest boots on KVM",
     )
-    parser.add_argument("--kvm", action="store_true",
-                        help="run the guests in QEMU with KVM, as make bench-kvm does")  # fmt: skip
     parser.add_argument(
-        "--page",
-        type=Path,
-        help="write the report to this file, its plots to ../images, and the results beside it",
+        "--page", type=Path, help="write the report to this file, and its plots to ../images"
     )
     parser.add_argument("--report", action="store_true", help="measure nothing, only report")
     parser.add_argument(
         "--density",
         type=Path,
         metavar="FILE",
-        help="results of make bench-density JSON=FILE, for the comparison with KSM",
+        help="results of the removed bench-density, for the comparison with KSM",
     )
-    arguments = parser.parse_args()
-    default = RESULTS_KVM if arguments.kvm else RESULTS
-    path = arguments.json or Path(os.environ.get("JSON") or default)
-    try:
-        if not arguments.report:
-            host_binary("tmemctl")
-            host: Host = Qemu() if arguments.kvm else Native()
-            results = Results(path, settings(arguments.quick, host), fresh=arguments.fresh)
-            names = arguments.only or [
-                name for name in MAKE if not (arguments.kvm and name in NATIVE_ONLY)
-            ]
-            Run(host, results, arguments.quick).all(names)
-        found = report.load(path)
-        if arguments.density:
-            found["density"] = report.density(report.load(arguments.density))
-        print(report.text(found))
-        if arguments.kvm and PUBLISHED.exists():
-            print(f"\n{report.beside(found, report.load(PUBLISHED))}")
-        if arguments.page:
-            report.write_page(found, arguments.page)
-    except HarnessError as error:
-        print(f"\nbench-proof: {error}", file=sys.stderr)
-        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    path = options.json or (RESULTS_KVM if options.kvm else RESULTS)
+    if not options.report:
+        host_binary("tmemctl")
+        host: Host = Qemu() if options.kvm else Native()
+        results = Results(path, settings(options.quick, host), fresh=options.fresh)
+        names = options.only or [name for name in MAKE if not (options.kvm and name in NATIVE_ONLY)]
+        Run(host, results, options.quick).all(names)
+    found = report.load(path)
+    if options.density:
+        found["density"] = report.density(report.load(options.density))
+    print(report.text(found))
+    if options.kvm and PUBLISHED.exists():
+        print(f"\n{report.beside(found, report.load(PUBLISHED))}")
+    if options.page:
+        report.write_page(found, options.page)
     return 0

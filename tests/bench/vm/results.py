@@ -10,10 +10,10 @@ continue it.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from bench.vm.output import write_json
 from harness.paths import HarnessError
 
 Measured = dict[str, float]  # the figures of one measurement
@@ -59,8 +59,4 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Replaces the file in one step, so that an interruption leaves a whole file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
-        scratch.replace(self.path)
+        write_json(self.path, self.data)
