@@ -39,7 +39,7 @@ module: ## build guest-driver/virtio_tmem.ko for Debian's KERNEL=6.12 cloud kern
 
 # NATIVE=1 runs the demo's guests in user-mode Linux instead of QEMU.
 demo: $(if $(NATIVE),deps-test daemon,deps all) ## compare two VMs without the device and with it; NATIVE=1
-	NATIVE=$(NATIVE) $(PYTHON) tests/demo.py
+	NATIVE=$(NATIVE) $(PYTHON) -m bench.vm demo
 
 bench: deps-test ## run the benchmark NAME=..., with ARGS=...; without NAME: list the benchmarks
 	tests/bench/run $(NAME) $(ARGS)
@@ -86,7 +86,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check $(PYTHON_FILES)
 	cd tests && ./python -m ruff format --check $(PYTHON_FILES)
-	cd tests && MYPYPATH=vm ./python -m mypy
+	cd tests && ./python -m mypy
 
 SEEDS ?= 100000
 FIRST ?= 1

@@ -3,8 +3,8 @@
 """Runs the tests of the project: `check-fast`, `check`, and the shards with all other tests.
 
 The tables below say for each shard what it runs, what it needs, and which files it covers. `make`
-and CI call this file. CI runs `check`, then the shards that cover the changed files, then the shards
-that have not run for the longest time.
+and CI call this file. CI runs `check`, then the shards that cover the changed files, then those that
+have not run for the longest time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ DRIVER_TESTS = {
 DRIVER_PATHS = ("guest-driver/", "proto/", "tests/guest/", "tests/harness/", "tests/vm/")
 # The results of these tests do not depend on the guest's kernel.
 HOST_TESTS = (
-    "device errors figures harness kvm libvirt long memory_map memory_slots migration pressure"
+    "device errors figures harness kvm libvirt long memory_map memory_slots migration mmio pressure"
     " snapshot time upgrade watchdog"
 )
 
@@ -288,7 +288,7 @@ SHARDS: dict[str, Shard] = {
     ),
     "long": Shard(
         "torture on all file systems for ${DURATION:-2h} on the kernels ${KERNELS:-6.12}",
-        ("cd tests && PYTHONPATH=vm ./python long.py --duration ${DURATION:-2h}"
+        ("cd tests && PYTHONPATH=vm ./python vm/long.py --duration ${DURATION:-2h}"
          " --kernels ${KERNELS:-6.12}",),
         (),
         minutes=120,

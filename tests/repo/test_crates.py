@@ -11,6 +11,8 @@ import pytest
 
 from harness.paths import ROOT
 
+pytestmark = pytest.mark.long
+
 RULES = ROOT / "deny.toml"
 DATABASE = "https://github.com/RustSec/advisory-db"
 ADVISORY = """```toml

@@ -16,7 +16,8 @@ from test_abi import DRIVER
 # left out: it takes the place of two files, ftrace.c and tracepoints.c.
 LAYERS = """
 compat.h
-virtio_tmem_ioctl.h tmem.h testing.h trace.h core/check.h core/stats_list.h core/wait.h hooks/attach.h
+virtio_tmem_ioctl.h tmem.h testing.h trace.h
+core/check.h core/stats_list.h core/wait.h hooks/attach.h
 core/stats.h hooks/hooks.h
 core/core.h hooks/fs.h
 core/slot.h core/budget.h core/control.h

@@ -38,6 +38,7 @@ def version() -> str:
     return ".".join(found[1] for found in parts if found)
 
 
+@pytest.mark.long
 def test_dkms_builds_and_installs_the_module(tmp_path: Path, kernel: Kernel) -> None:
     """Builds in separate directories, so that nothing of the machine changes."""
     name = f"virtio-tmem/{version()}"
@@ -144,6 +145,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("packages"))
 
 
+@pytest.mark.long
 def test_packages_are_reproducible(packages: Path, tmp_path: Path) -> None:
     """Directory, time zone and language of a build do not change the packages."""
     again = build(tmp_path / "other/directory", "TZ=Pacific/Auckland", "LC_ALL=C.UTF-8")

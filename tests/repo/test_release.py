@@ -16,6 +16,8 @@ import pytest
 
 from harness.paths import ROOT
 
+pytestmark = pytest.mark.long
+
 NAMING = (
     "Cargo.toml", "Cargo.lock", "tests/fuzz/targets/Cargo.lock",
     "guest-driver/core/core.h", "debian/changelog",
@@ -47,7 +49,6 @@ def copied(directory: Path) -> Path:
     return directory / "packaging/version"
 
 
-@pytest.mark.smoke
 def test_all_files_name_the_same_version(tmp_path: Path) -> None:
     version = passed(ROOT / "packaging/version").strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
@@ -69,7 +70,6 @@ def test_all_files_name_the_same_version(tmp_path: Path) -> None:
         assert name in done.stdout or name.endswith("Cargo.toml")
 
 
-@pytest.mark.smoke
 def test_setting_a_version_changes_all_files(tmp_path: Path) -> None:
     script = copied(tmp_path)
     old = passed(script).strip()
@@ -91,7 +91,6 @@ def test_setting_a_version_changes_all_files(tmp_path: Path) -> None:
 SOURCE_TREE = ROOT / "packaging/source-tree"
 
 
-@pytest.mark.smoke
 def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Path) -> None:
     """The script leaves a directory with other files, and the repository itself, as they are."""
     target = tmp_path / "tree"
@@ -117,7 +116,6 @@ def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Pa
     assert (copy / "Makefile").exists() and (copy / "docs/install.md").exists()
 
 
-@pytest.mark.smoke
 def test_source_tree_script_copies_no_untracked_files(tmp_path: Path) -> None:
     """Neither a checkout behind a link nor one of another user counts as a source archive."""
     (tmp_path / "link").symlink_to(ROOT)
@@ -138,7 +136,6 @@ touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.b
 """
 
 
-@pytest.mark.smoke
 def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: Path) -> None:
     """With one target directory for both, Cargo would use the commit's programs for the tree."""
     program = tmp_path / "bin/dpkg-buildpackage"

@@ -202,6 +202,7 @@ def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon)
     (directory / "system_bus_socket").unlink()
 
 
+@pytest.mark.long
 def test_systemd_replaces_a_hung_daemon(host: Systemd, daemon: Daemon) -> None:
     """After SIGSTOP, systemd misses the heartbeat, sends SIGKILL and starts another daemon."""
     old, before = main_pid(host), int(host.show(UNIT, "NRestarts"))
@@ -236,6 +237,7 @@ def test_systemd_restarts_a_killed_daemon_with_its_vms(
     daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
 
 
+@pytest.mark.long
 def test_systemd_does_not_restart_the_daemon_again_and_again(host: Systemd, daemon: Daemon) -> None:
     """After an error of the configuration or of an option, systemd does not start the daemon again.
     After another failed start, it starts the daemon a few times a minute, until a start succeeds.
