@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 #
-# The commands of the project; `make help` lists them. tests/shards.py has the commands of the tests,
-# and each component has its own build in its directory.
+# The commands of the project; `make help` lists them. tests/shards.py has the commands of the
+# tests, and each component has its own build in its directory.
 
 KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
@@ -37,11 +37,10 @@ qemu: ## build QEMU with the vhost-user-tmem device, in the cache
 module: ## build guest-driver/virtio_tmem.ko for Debian's KERNEL=6.12 cloud kernel
 	$(MAKE) -C guest-driver KDIR="$$(tests/kernel prepare $(KERNEL) --key kdir)"
 
-# NATIVE=1 runs the demo's guests in user-mode Linux instead of QEMU.
-demo: $(if $(NATIVE),deps-test daemon,deps all) ## compare two VMs without the device and with it; NATIVE=1
-	NATIVE=$(NATIVE) $(PYTHON) -m bench.vm demo
+demo: ## run two VMs without and with the device, and compare them; NATIVE=1: at native speed
+	tests/bench/run demo $(if $(NATIVE),--native)
 
-bench: deps-test ## run the benchmark NAME=..., with ARGS=...; without NAME: list the benchmarks
+bench: ## run the benchmark NAME=..., with ARGS=...; without NAME: list the benchmarks
 	tests/bench/run $(NAME) $(ARGS)
 
 NO_QEMU = $(filter 0,$(QEMU))

@@ -3,8 +3,8 @@
 """Runs the tests of the project: `check-fast`, `check`, and the shards with all other tests.
 
 The tables below say for each shard what it runs, what it needs, and which files it covers. `make`
-and CI call this file. CI runs `check`, then the shards that cover the changed files, then those that
-have not run for the longest time.
+and CI call this file. CI runs `check`, then the shards that cover the changed files, and then those
+that have not run for the longest time.
 """
 
 from __future__ import annotations
