@@ -54,6 +54,13 @@ class Ksm:
         for name, value in self._before.items():
             (DIRECTORY / name).write_text(value)
 
+    def pause(self) -> None:
+        """Stops the scan. Merged pages stay merged."""
+        (DIRECTORY / "run").write_text(STOP)
+
+    def resume(self) -> None:
+        (DIRECTORY / "run").write_text(RUN)
+
     @staticmethod
     def count(name: str) -> int:
         return int((DIRECTORY / name).read_text())

@@ -841,7 +841,7 @@ mod tests {
     }
 
     /// Runs the benchmark with few rounds. Such a run can find a difference of a tenth of the time
-    /// of a put. The command `make bench-timing` finds smaller differences. The two runs share the
+    /// of a put. The command `tmem-bench timing` finds smaller differences. The two runs share the
     /// processors, so one test does both. In an unoptimized daemon, the known difference is too
     /// small to be found, so no run would reach a decision.
     #[test]

@@ -62,6 +62,7 @@ class Spec:
     parameters: str = ""  # module parameters of the driver
     direct: bool = True  # False: the disks go through the host's page cache
     sqlite: bool = False
+    merge: bool | None = None  # whether KSM may merge the memory in QEMU; None: it is shared
 
 
 class Host(Protocol):
@@ -127,10 +128,21 @@ class Native:
 # parts took 25 minutes on a loaded machine, and was estimated to take 3.
 TCG_SLOWDOWN = 6.0
 
+# Size of QEMU's buffer for translated code. It is memory of the emulation and not of the guest, so
+# it must not grow during a run.
+TCG_BUFFER_BYTES = 64 * MIB
+
 # RAM that the kernel of a distribution takes in a machine of QEMU in addition to that of a native
 # guest: MemAvailable after the boot, with 192 MiB of RAM, was 100 MiB instead of 154 MiB. With less
 # RAM, the smallest guests have none left for their work.
 QEMU_MORE_RAM_BYTES = 56 * MIB
+
+
+def memory_backend(spec: Spec) -> str:
+    """Returns QEMU's option for the guest's memory. KSM merges private memory only."""
+    if spec.merge is None:
+        return "memory-backend-memfd,share=on"
+    return f"memory-backend-ram,share=off,merge={'on' if spec.merge else 'off'}"
 
 
 class Qemu:
@@ -167,6 +179,8 @@ class Qemu:
                 tmem=tmem,
                 files={"/virtio_tmem.ko": self._driver, **_files(spec)},
                 accelerator=self._accelerator,
+                tcg_buffer_bytes=TCG_BUFFER_BYTES,
+                memory_backend=memory_backend(spec),
             )
         )
 

@@ -38,6 +38,7 @@ from harness.vm import MIB
 CALIBRATION, ALL_IN_RAM = "rand_reread_1", "model_all_in_ram"
 HALF, MORE, TWO = "holdout_half_ram", "holdout_more_ram", "holdout_two_guests"
 HOLDOUTS = (HALF, MORE, TWO)
+MODEL_PARTS = (ALL_IN_RAM, *HOLDOUTS)
 WRITE_SHARE = 0.2
 PROCESSORS = os.cpu_count() or 1
 

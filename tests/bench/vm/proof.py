@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Runs the parts of the benchmark one after the other and saves each of them."""
+"""Compares guests with the pool to guests without it, and to other uses of equal host memory.
+
+The program saves each workload after it has checked the bytes that the guests read, so an
+interrupted run continues with the next one. The guests are user-mode Linux, or VMs with --kvm.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ from harness.machine import observed, processor_model
 from harness.paths import ROOT, HarnessError, host_binary
 from harness.session import Session
 
+# Results of native guests, and of guests in QEMU. A report of one kind shows figures of the other.
 RESULTS, RESULTS_KVM = ROOT / "build/proof.json", ROOT / "build/proof-kvm.json"
-PUBLISHED = RESULTS  # results of native guests, for a comparison
 QUICK_REPETITIONS = 1
 MAKE: dict[str, Callable[[], Workload]] = {
     "seq_reread_1": lambda: SequentialReread(1),
@@ -56,8 +60,6 @@ MAKE: dict[str, Callable[[], Workload]] = {
     model.TWO: model.TwoGuests,
     **{f"rivals_{round(overlap * 100)}": partial(Rivals, overlap) for overlap in OVERLAPS},
 }
-# Parts that need guests which the harness can only run natively.
-NATIVE_ONLY = tuple(name for name in MAKE if name.startswith("rivals"))
 
 
 def settings(quick: bool, host: Host) -> dict[str, Any]:
@@ -193,28 +195,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--page", type=Path, help="write the report to this file, and its plots to ../images"
     )
     parser.add_argument("--report", action="store_true", help="measure nothing, only report")
-    parser.add_argument(
-        "--density",
-        type=Path,
-        metavar="FILE",
-        help="results of the removed bench-density, for the comparison with KSM",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
-    path = options.json or (RESULTS_KVM if options.kvm else RESULTS)
+    own, other = (RESULTS_KVM, RESULTS) if options.kvm else (RESULTS, RESULTS_KVM)
+    path = options.json or own
     if not options.report:
         host_binary("tmemctl")
         host: Host = Qemu() if options.kvm else Native()
         results = Results(path, settings(options.quick, host), fresh=options.fresh)
-        names = options.only or [name for name in MAKE if not (options.kvm and name in NATIVE_ONLY)]
-        Run(host, results, options.quick).all(names)
+        Run(host, results, options.quick).all(options.only or [*MAKE])
     found = report.load(path)
-    if options.density:
-        found["density"] = report.density(report.load(options.density))
-    print(report.text(found))
-    if options.kvm and PUBLISHED.exists():
-        print(f"\n{report.beside(found, report.load(PUBLISHED))}")
+    beside = report.load(other) if other.exists() else None
+    print(report.text(found, beside))
     if options.page:
-        report.write_page(found, options.page)
+        report.write_page(found, beside, options.page)
     return 0

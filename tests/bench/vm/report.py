@@ -14,7 +14,7 @@ from bench.vm import build, intervals, model, output, plot
 from bench.vm.intervals import Estimate, Pair
 from bench.vm.machine import PAGE_BYTES
 from bench.vm.results import Repetition
-from bench.vm.rivals import ARMS, CACHE, OVERLAPS, POOL, RAM, ZRAM
+from bench.vm.rivals import ARMS, CACHE, KSM, OVERLAPS, POOL, RAM, ZRAM, Arm
 from bench.vm.workloads import WITH, WITHOUT, Oltp
 from harness.paths import HarnessError
 
@@ -87,8 +87,7 @@ FIGURES = (
     Figure("victim_p99_ratio", "victim", "victim's read p99, neighbour with / without the pool",
            WITH, WITHOUT, 1.1, at_least=False),
 )  # fmt: skip
-RIVAL_TARGETS = {RAM: 4.0, CACHE: 1.5, ZRAM: 3.0}
-KSM_TARGET = 3.0
+RIVAL_TARGETS = {RAM: 4.0, CACHE: 1.5, ZRAM: 3.0, KSM: 3.0}
 RIVALS_AT = 0.9  # overlap whose figures have targets
 ERROR_MAX = 0.25
 
@@ -117,35 +116,18 @@ def _rival_part(found: dict[str, Any], overlap: float) -> dict[str, Any] | None:
     return part
 
 
+def _arms(part: dict[str, Any]) -> list[Arm]:
+    """Returns the arms of a comparison. They depend on the kind of guests."""
+    return [arm for arm in ARMS if arm.key in part["repetitions"][0]]
+
+
 def rival_estimates(found: dict[str, Any]) -> Iterator[tuple[str, Estimate, float]]:
     """Yields the disk reads of each rival divided by those of this project, with their targets."""
     if part := _rival_part(found, RIVALS_AT):
-        for arm, target in RIVAL_TARGETS.items():
-            yield arm, intervals.ratio(_pairs(part, arm, POOL, "disk_mib")), target
-
-
-def density(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the comparison with KSM from the results of make bench-density."""
-    variants = found["variants"]
-    if "ksm" not in variants:
-        raise HarnessError("the results of bench-density have no variant 'ksm'")
-    runs = [[run["read_bytes"] for run in variants[key]["runs"]] for key in ("ksm", "device")]
-    return {
-        "equal": variants["ksm"]["host_bytes_equal"],
-        "accelerator": found["accelerator"],
-        "read_bytes": list(zip(*runs, strict=False)),
-    }
-
-
-def ksm_row(found: dict[str, Any]) -> list[str]:
-    """Returns the row of the comparison with KSM, or one that names the commands for it."""
-    head = ["`equal_bytes_vs_ksm`", "disk reads with KSM / ours, in QEMU", f"≥ {KSM_TARGET:g}"]
-    if not (other := found.get("density")):
-        return [*head, "not measured", "`make bench-density JSON=FILE`, then `--density FILE`"]
-    if not other["equal"]:
-        return [*head, "not comparable", "host bytes differ"]
-    value = intervals.ratio([(ksm, ours) for ksm, ours in other["read_bytes"]])
-    return [*head, value.text(), verdict(value, KSM_TARGET)]
+        for arm in _arms(part):
+            if arm.key in RIVAL_TARGETS:
+                value = intervals.ratio(_pairs(part, arm.key, POOL, "disk_mib"))
+                yield arm.key, value, RIVAL_TARGETS[arm.key]
 
 
 def victim_late(found: dict[str, Any]) -> int | None:
@@ -204,8 +186,6 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
                 verdict(value, target),
             ]
         )
-    if _rival_part(found, RIVALS_AT):
-        out.append(ksm_row(found))
     if errors := model.errors(found):
         worst = max(abs(value) for value in errors.values())
         out.append(
@@ -254,7 +234,7 @@ def rival_rows(found: dict[str, Any], suffix: str) -> list[list[str]]:
         if not (part := _rival_part(found, overlap)):
             continue
         of: list[Repetition] = part["repetitions"]
-        for arm in ARMS:
+        for arm in _arms(part):
             reads = intervals.middle([one[arm.key][f"disk_mib{suffix}"] for one in of])
             seconds = intervals.middle([one[arm.key][f"seconds{suffix}"] for one in of])
             peak = max(one[arm.key]["host_mib"] for one in of)
@@ -277,11 +257,12 @@ def unequal(found: dict[str, Any]) -> list[str]:
     out = []
     for overlap in OVERLAPS:
         if part := _rival_part(found, overlap):
+            arms = _arms(part)
             peaks = {
                 arm.key: max(one[arm.key]["host_mib"] for one in part["repetitions"])
-                for arm in ARMS
+                for arm in arms
             }
-            for arm in ARMS:
+            for arm in arms:
                 if arm.key not in (POOL, "pool_copy") and peaks[arm.key] < peaks[POOL]:
                     less = 1 - peaks[arm.key] / peaks[POOL]
                     out.append(f"{arm.what} at {overlap:.0%} ({less:.1%} less)")
@@ -321,7 +302,7 @@ def winners(found: dict[str, Any]) -> list[str]:
                     arm.key: intervals.middle(
                         [one[arm.key][figure + suffix] for one in part["repetitions"]]
                     ).value
-                    for arm in ARMS
+                    for arm in _arms(part)
                 }
                 best[figure] = names[min(medians, key=lambda key: medians[key])]
             out.append(
@@ -331,10 +312,12 @@ def winners(found: dict[str, Any]) -> list[str]:
     return out
 
 
-def text(found: dict[str, Any]) -> str:
-    """Returns the text that `make bench-proof` prints at its end."""
-    blocks = [output.table([row[:1] + row[1:] for row in rows(found)])]
-    blocks.append(output.table(workload_rows(found)))
+def text(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
+    """Returns the text that the program prints at its end.
+
+    `other` has the results of the other kind of guests, native ones or QEMU's.
+    """
+    blocks = [output.table(rows(found)), output.table(workload_rows(found))]
     for suffix, title in (("", "only reads"), ("_writes", "20 % writes")):
         table = rival_rows(found, suffix)
         if len(table) > 1:
@@ -342,6 +325,8 @@ def text(found: dict[str, Any]) -> str:
     blocks += winners(found)
     if less := unequal(found):
         blocks.append(f"Fewer host bytes than ours: {', '.join(less)}")
+    if other:
+        blocks.append(f"Other guests: {other['settings']['guests']}\n{beside(found, other)}")
     return "\n\n".join(blocks)
 
 
@@ -515,7 +500,7 @@ def model_text(found: dict[str, Any]) -> str:
             _wrapped(
                 "Predicted speedup of the Zipf random re-read on a host with KVM, where a read "
                 f"from the page cache takes about {model.KVM_WORK_US} µs. It depends on the cost "
-                "of a get, which no native guest can measure, and on the disk. `make bench-kvm` "
+                "of a get, which no native guest can measure, and on the disk. `proof --kvm` "
                 "measures it."
             ),
             _markdown(kvm),
@@ -554,11 +539,39 @@ def load_texts(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def page(found: dict[str, Any]) -> str:
-    """Returns docs/benchmarks/proof.md."""
+def ksm_text(other: dict[str, Any] | None) -> str:
+    """Returns sentences about KSM, which needs guests in QEMU."""
+    out = "KSM cannot merge shared memory, so `proof --kvm` compares it with guests in QEMU"
+    for arm, value, _ in rival_estimates(other) if other else ():
+        if arm == KSM and other:
+            guests = other["settings"]["guests"]
+            return f"{out}: disk reads with KSM / ours were {value.text()} ({guests})."
+    return f"{out}. [An earlier comparison](history.md) with directory trees gave 4.9."
+
+
+def parameter_lines(found: dict[str, Any]) -> list[str]:
+    """Returns a line of parameters for each part, without those of a similar part before it."""
+    out = ["A line has the parameters that differ from those of a similar load before it."]
+    before: dict[str, dict[str, Any]] = {}
+    for key, part in found["parts"].items():
+        if key not in model.MODEL_PARTS:
+            kind = key.partition("_")[0]
+            same = before.get(kind, {})
+            pairs = [
+                f"{name}: {value}"
+                for name, value in part["parameters"].items()
+                if same.get(name) != value
+            ]
+            out.append(f"**{part['title']}**: {'; '.join(pairs)}")
+            before[kind] = part["parameters"]
+    return out
+
+
+def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
+    """Returns docs/benchmarks/proof.md. `other` has the results of guests in QEMU."""
     parts = [
         "<!-- SPDX-License-Identifier: Apache-2.0 OR MIT -->\n"
-        "<!-- Generated by make bench-proof; edit tests/bench/vm/report.py. -->\n"
+        "<!-- Generated by tests/bench/run proof --page; edit tests/bench/vm/report.py. -->\n"
         "# Gains and losses of the pool, compared with its rivals",
         _wrapped(
             "This page compares guests with the pool to equal guests without it, and the pool to "
@@ -566,18 +579,20 @@ def page(found: dict[str, Any]) -> str:
             "whether they need it, and for reviewers."
         ),
         _wrapped(f"**Result.** {summary(found)}"),
-        "    make bench-proof                          # the report, and build/proof.json\n"
-        "    make bench-proof ARGS='--only victim'     # one workload\n"
-        "    make bench-proof ARGS=--quick             # one repetition, for a test",
+        "    tests/bench/run proof                   # 40 minutes, as root; build/proof.json\n"
+        "    tests/bench/run proof --only victim     # one workload\n"
+        "    tests/bench/run proof --quick           # one repetition, for a test\n"
+        "    tests/bench/run proof --kvm             # guests in QEMU, and the comparison with KSM",
     ]
     if speed_bars(found):
         parts.append("![Speed with the pool / without it](../images/proof.svg)")
     parts += [
         "## Figures",
         _wrapped(
-            f"{machine_text(found)} Values are medians with their 95 % bootstrap intervals. The "
-            "arms take turns in each repetition. A target is met if the whole interval meets it; "
-            "the result is unclear if the interval contains the target."
+            f"{machine_text(found)} Values are medians with their 95 % bootstrap intervals, of "
+            "which five or seven repetitions give rough ones. The arms take turns in each "
+            "repetition. A target is met if the whole interval meets it; the result is unclear if "
+            "the interval contains the target."
         ),
         *load_texts(found),
         _markdown(rows(found)),
@@ -596,34 +611,25 @@ def page(found: dict[str, Any]) -> str:
         _markdown(workload_rows(found)),
     ]
     if any(_rival_part(found, overlap) for overlap in OVERLAPS):
-        parts += ["## Equal host bytes"]
         parts += [
+            "## Equal host bytes",
             _wrapped(
                 "Four guests are clones of one image. Each rival gets at least as many bytes of "
                 "the host as the guests with the pool, their disks' processes and tmemd use "
                 "together: PSS, page tables and the host's page cache of the images. Swap in zram "
-                "is part of a guest's RAM. The slack of the rivals is among the parameters. "
-                "Memory is sampled twice per second during the measured loads and once after each. "
-                f"The peak is the largest sample. {swap_text(found)} KSM cannot merge shared "
-                "memory, so [density.md](density.md) compares it, on QEMU."
+                "is part of a guest's RAM. The peak is the largest of two samples per second. "
+                f"{swap_text(found)} The table has loads that only read. {ksm_text(other)}"
             ),
             "![Disk reads of each arm](../images/proof-rivals.svg)",
             *_bullets(winners(found)),
         ]
         if less := unequal(found):
             parts.append(_wrapped(f"These arms had fewer bytes than ours: {', '.join(less)}."))
-        for suffix, title in (("", "Only reads"), ("_writes", "With 20 % writes")):
-            parts += [f"### {title}", _markdown(rival_rows(found, suffix))]
+        parts.append(_markdown(rival_rows(found, "")))
     if section := model_text(found):
         parts.append(section)
-    parts += ["## Parameters"]
-    for key, part in found["parts"].items():
-        lines = [f"- **{part['title']}** (`{key}`)"]
-        lines += [
-            _wrapped(f"{name}: {value}", "  - ") for name, value in part["parameters"].items()
-        ]
-        parts.append("\n".join(lines))
-    parts += ["## Limits", LIMITS]
+    first, *lines = parameter_lines(found)
+    parts += ["## Parameters", _wrapped(first), *_bullets(lines), "## Limits", LIMITS]
     return "\n\n".join(parts) + "\n"
 
 
@@ -632,9 +638,8 @@ LIMITS = "\n".join(
     for line in (
         "Native guests are user-mode Linux with one processor. A system call takes 8 to 17 µs, "
         "which adds to every read(2) of both arms and makes speedups smaller. There are no exits "
-        "and no large folios ([native.md](native.md)).",
+        "and no large folios.",
         "The guests, tmemd and the disks' processes share the machine's processors.",
-        "An interval of five or seven repetitions is a rough one.",
         "In the arm with the host's page cache, hits in that cache do not count against the disk's "
         "limit: a control group limits only reads from the host's disk that holds the image. "
         "Writes of that arm are not limited.",
@@ -651,8 +656,8 @@ def speed_bars(found: dict[str, Any]) -> list[tuple[str, Estimate]]:
     ]
 
 
-def write_page(found: dict[str, Any], path: Path) -> None:
-    """Writes the page, its plots and, beside it, a copy of the results."""
+def write_page(found: dict[str, Any], other: dict[str, Any] | None, path: Path) -> None:
+    """Writes the page and its plots."""
     images = path.parent.parent / "images"
     images.mkdir(exist_ok=True)
     if some := speed_bars(found):
@@ -668,28 +673,23 @@ def write_page(found: dict[str, Any], path: Path) -> None:
                     f"{overlap:.0%} common: {arm.what}",
                     intervals.middle([one[arm.key]["disk_mib"] for one in of]),
                 )
-                for arm in ARMS
+                for arm in _arms(part)
             ]
     if groups:
         (images / "proof-rivals.svg").write_text(
             plot.bars("Disk reads at equal host bytes", "MiB, less is better; only reads", groups)
         )
-    path.write_text(page(found))
-    found["prediction_errors"] = model.errors(found)
-    path.with_suffix(".json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(page(found, other))
 
 
-def beside(found: dict[str, Any], native: dict[str, Any]) -> str:
-    """Returns the figures of another kind of guest beside those of native guests."""
-    other = dict(estimates(native))
-    table = [["key", "measured", "native guests"]]
-    for figure, value in estimates(found):
-        table.append([figure.key, value.text(), other[figure].text() if figure in other else "-"])
-    out = output.table(table)
-    if speedups := native.get("kvm_speedups"):
-        values = [one["speedup"] for one in speedups if one["disk_us"] == model.THROTTLE_US]
-        out += (
-            f"\n\nPredicted rand_reread_speedup on KVM, for gets of {min(model.KVM_GET_US)} to "
-            f"{max(model.KVM_GET_US)} µs: {min(values):.1f} to {max(values):.1f}"
-        )
-    return out
+def beside(found: dict[str, Any], other: dict[str, Any]) -> str:
+    """Returns the figures beside those of another kind of guests."""
+    values = [
+        {figure.key: value.text() for figure, value in estimates(of)}
+        | {f"equal_bytes_vs_{arm}": value.text() for arm, value, _ in rival_estimates(of)}
+        for of in (found, other)
+    ]
+    table = [["key", "measured", "other guests"]]
+    for key in values[0] | values[1]:
+        table.append([key, *(of.get(key, "-") for of in values)])
+    return output.table(table)

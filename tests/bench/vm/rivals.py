@@ -4,6 +4,11 @@
 The guests are clones: overlays on one base image. All arms run at the same time and are measured in
 turns. The pool's guests boot first. Then each rival gets at least as many bytes as these guests,
 their disks' processes and tmemd use together at their peak in the warm-up.
+
+Native guests are compared with guests that have more RAM, swap in zram, or the host's page cache.
+Guests in QEMU are compared with guests that have more RAM, with KSM and without it: KSM merges
+private memory only, and the memory of native guests is shared. All guests in QEMU together need
+5 GiB.
 """
 
 from __future__ import annotations
@@ -18,7 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from bench.vm import disks
-from bench.vm.guests import LOADS, REASONS, TOTALS, Box, Lab, Spec, fio_command, fio_report
+from bench.vm.guests import (
+    LOADS,
+    REASONS,
+    TOTALS,
+    Box,
+    Lab,
+    Native,
+    Qemu,
+    Spec,
+    fio_command,
+    fio_report,
+)
 from bench.vm.host_bytes import MemoryGroup, Peak, disk_read_bytes, swapped_bytes, used_bytes
 from bench.vm.machine import DATA
 from bench.vm.results import Measured
@@ -26,9 +42,10 @@ from bench.vm.workloads import WARM_UPS, Workload
 from harness import disk, storage
 from harness.daemon import Daemon
 from harness.disk import Disk, Throttle
+from harness.ksm import Ksm
 from harness.native import NativeVm
 from harness.paths import HarnessError
-from harness.vm import MIB
+from harness.vm import MIB, Vm
 
 OVERLAPS = (0.0, 0.5, 0.9)
 GUESTS = 4
@@ -45,7 +62,13 @@ PHASES = (0.0, WRITE_SHARE)
 # use more than in the warm-up. The RAM of a rival's guests is also rounded up to 1 MiB.
 SPARE_BYTES = 2 * MIB
 
-POOL, COPY, RAM, ZRAM, CACHE = "pool", "pool_copy", "ram", "zram", "host_cache"
+POOL, COPY, RAM, ZRAM, CACHE, KSM = "pool", "pool_copy", "ram", "zram", "host_cache", "ksm"
+# The fastest scan that ksmtuned ever sets. Distributions use ksmtuned to control KSM.
+KSM_PAGES, KSM_SLEEP_MS = 1250, 10
+KSM_SECONDS = 120  # longest time for KSM to find all equal pages
+# KSM frees memory during the warm-up. Its guests boot again with more RAM, at most this often,
+# while they use less than this part of the pool's bytes.
+KSM_BOOTS, KSM_EQUAL = 3, 0.99
 
 
 @dataclass(frozen=True)
@@ -54,14 +77,16 @@ class Arm:
 
     key: str
     what: str
+    hosts: tuple[type, ...] = (Native,)
 
 
 ARMS = (
-    Arm(POOL, "this project"),
+    Arm(POOL, "this project", (Native, Qemu)),
     Arm(COPY, "this project, without retained pages"),
-    Arm(RAM, "more RAM for the guests"),
+    Arm(RAM, "more RAM for the guests", (Native, Qemu)),
     Arm(ZRAM, "more RAM, and swap in zram"),
     Arm(CACHE, "the host's page cache (cache=writeback)"),
+    Arm(KSM, "more RAM, and KSM", (Qemu,)),
 )
 
 
@@ -72,29 +97,34 @@ class Fleet:
     boxes: list[Box]
     daemon: Daemon | None = None
     group: MemoryGroup | None = None
+    ksm: Ksm | None = None
     warm_bytes: int = 0  # peak of the host's bytes in the warm-up
 
     def fronts(self, *names: str) -> list[int]:
-        """Returns the processes that serve the guests' disks, or only those with these names."""
-        out = []
-        for box in self.boxes:
-            assert isinstance(box.vm, NativeVm)
-            out += [
-                export.process.pid
-                for export in box.vm.exports
-                if not names or export.disk.name in names
-            ]
-        return out
+        """Returns the processes that serve the guests' disks, or only those with these names.
+
+        QEMU serves its disks itself.
+        """
+        return [
+            export.process.pid
+            for box in self.boxes
+            if isinstance(box.vm, NativeVm)
+            for export in box.vm.exports
+            if not names or export.disk.name in names
+        ]
 
     def host_bytes(self) -> int:
         pids = [box.vm.process.pid for box in self.boxes] + self.fronts()
         if self.daemon:
             pids.append(self.daemon.process.pid)
-        return used_bytes(pids) + (self.group.cached_bytes() if self.group else 0)
+        cached = self.group.cached_bytes() if self.group else 0
+        return used_bytes(pids) + cached + (self.ksm.own_bytes() if self.ksm else 0)
 
     def read_bytes(self) -> int:
         """Returns the bytes read from the disks with the files, without the disks with requests."""
-        return sum(disk_read_bytes(pid) for pid in self.fronts("data"))
+        vms = [box.vm for box in self.boxes if isinstance(box.vm, Vm)]
+        in_qemu = sum(int(vm.block_stat("data")["rd_bytes"]) for vm in vms)
+        return in_qemu + sum(disk_read_bytes(pid) for pid in self.fronts("data"))
 
     def counters(self) -> dict[str, int]:
         if not self.daemon:
@@ -112,13 +142,13 @@ def _load(guest: int, repetition: int, write_share: float) -> str:
 class Rivals(Workload):
     """Workload that compares all arms, for guests whose files have a given part in common."""
 
-    arms = tuple(arm.key for arm in ARMS)
     figure = "disk_mib"
     repetitions = 5
     seconds = 240
 
-    def __init__(self, overlap: float) -> None:
+    def __init__(self, overlap: float, host: type = Native) -> None:
         self.overlap = overlap
+        self._use_arms(host)
         self.key = f"rivals_{round(overlap * 100)}"
         self.title = f"equal host bytes, {overlap:.0%} of the files common"
         self.parameters: dict[str, Any] = {
@@ -138,8 +168,12 @@ class Rivals(Workload):
         self.fleets: dict[str, Fleet] = {}
         self._ends: list[Callable[[], None]] = []
 
+    def _use_arms(self, host: type) -> None:
+        self.arms = tuple(arm.key for arm in ARMS if host in arm.hosts)
+
     def prepare(self, lab: Lab) -> None:
         self._lab = lab
+        self._use_arms(type(lab.host))
         self._base, self._overlays = disks.clones(
             lab.directory / "images", GUESTS, SET_BYTES, self.overlap
         )
@@ -147,11 +181,14 @@ class Rivals(Workload):
         self._loads = disks.loads_image(lab.directory / "loads.img", self._requests())
         pool = self._boot(POOL, RAM_BYTES)
         ours = pool.warm_bytes
+        self._swapped = swapped_bytes()
+        if isinstance(lab.host, Qemu):
+            self._boot_in_qemu(pool)
+            return
         # A guest fills all of its RAM with its page cache. So its RAM is about the host memory that
         # the guest and the processes of its disks use.
         more = -(-ours // GUESTS // MIB) * MIB + SPARE_BYTES
         whole = ours + GUESTS * SPARE_BYTES
-        self._swapped = swapped_bytes()
         self._boot(COPY, RAM_BYTES)
         self._boot(RAM, more)
         self._boot(ZRAM, more)
@@ -161,6 +198,26 @@ class Rivals(Workload):
             f"RAM of {RAM_BYTES // MIB} MiB each; a control group limits guests, the processes "
             f"of their disks and the page cache of the images together to {whole // MIB} MiB"
         )
+
+    def _boot_in_qemu(self, pool: Fleet) -> None:
+        assert pool.daemon
+        # QEMU itself takes equally much in all arms. So the rivals get the memory of tmemd as RAM.
+        spare = used_bytes([pool.daemon.process.pid])
+        more = RAM_BYTES + -(-spare // GUESTS // MIB) * MIB + SPARE_BYTES
+        self._boot(RAM, more)
+        self.parameters["RAM without the pool"] = f"{more // MIB} MiB each"
+        stack = contextlib.ExitStack()
+        self._ends.append(stack.close)
+        ksm = stack.enter_context(Ksm(KSM_PAGES, KSM_SLEEP_MS))
+        for boot in range(KSM_BOOTS):
+            fleet = self._boot(KSM, more, ksm=ksm, suffix=str(boot))
+            missing = pool.warm_bytes - fleet.warm_bytes
+            if missing <= pool.warm_bytes * (1 - KSM_EQUAL) or boot == KSM_BOOTS - 1:
+                break
+            self._lab.end(fleet.boxes)
+            more += -(-missing // GUESTS // MIB) * MIB
+        ksm.pause()
+        self.parameters["RAM with KSM"] = f"{more // MIB} MiB each"
 
     def _requests(self) -> dict[str, str]:
         out = {}
@@ -174,15 +231,25 @@ class Rivals(Workload):
                     )
         return out
 
-    def _boot(self, arm: str, ram_bytes: int, memory_bytes: int = 0) -> Fleet:
+    def _boot(
+        self,
+        arm: str,
+        ram_bytes: int,
+        memory_bytes: int = 0,
+        *,
+        ksm: Ksm | None = None,
+        suffix: str = "",
+    ) -> Fleet:
+        """Boots and warms up the guests of an arm. `suffix` distinguishes repeated boots."""
         lab = self._lab
-        directory = lab.directory / arm
+        name = f"{arm}{suffix}"
+        directory = lab.directory / name
         directory.mkdir()
         files = [directory / self._base.name]
         os.link(self._base, files[0])
         for overlay in self._overlays:
             files.append(Path(shutil.copyfile(overlay, directory / overlay.name)))
-        fleet = self.fleets[arm] = Fleet([])
+        fleet = self.fleets[arm] = Fleet([], ksm=ksm)
         throttle: Throttle | None = disk.CLOUD_VOLUME
         if arm == CACHE:
             if cached := storage.cached_bytes(self._base):
@@ -198,7 +265,7 @@ class Rivals(Workload):
                 files[0], Throttle(one.iops * GUESTS, one.bytes_per_second * GUESTS)
             )
             throttle = None
-        names = [f"{arm}{number}" for number in range(GUESTS)]
+        names = [f"{name}x{number}" for number in range(GUESTS)]
         if arm in (POOL, COPY):
             fleet.daemon = lab.daemon(*names, pool_bytes=POOL_BYTES, domain="clones")
         specs = [
@@ -212,6 +279,7 @@ class Rivals(Workload):
                 fleet.daemon,
                 parameters="retain=0" if arm == COPY else "",
                 direct=arm != CACHE,
+                merge=None if fleet.daemon else arm == KSM,
             )
             for name, path in zip(names, files[1:], strict=True)
         ]
@@ -267,12 +335,17 @@ class Rivals(Workload):
         fleet = self.fleets[arm]
         before = fleet.counters()
         out: Measured = {}
+        if fleet.ksm:
+            fleet.ksm.resume()
+            fleet.ksm.settle(KSM_SECONDS)
         peak = Peak(fleet.host_bytes)
         for share, suffix in ((0.0, ""), (WRITE_SHARE, "_writes")):
             read = fleet.read_bytes()
             with peak:
                 out[f"seconds{suffix}"] = self._phase(fleet, repetition, share)
             out[f"disk_mib{suffix}"] = (fleet.read_bytes() - read) / MIB
+        if fleet.ksm:
+            fleet.ksm.pause()
         out["host_mib"] = peak.bytes / MIB
         out["host_swap_mib"] = (swapped_bytes() - self._swapped) / MIB
         grown = {name: value - before[name] for name, value in fleet.counters().items()}
@@ -281,7 +354,7 @@ class Rivals(Workload):
     def check(self) -> None:
         """Raises if RAM or pool of a guest has other bytes than its disk."""
         sums = f"sha256sum {DATA}/{disks.SET}"
-        for arm in (POOL, COPY):
+        for arm in (arm for arm in (POOL, COPY) if arm in self.fleets):
             boxes = self.fleets[arm].boxes
             jobs = [box.job(f"sync; {sums}") for box in boxes]
             cached = [job.wait().check().text for job in jobs]

@@ -10,7 +10,7 @@ import hashlib
 import shutil
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from bench.vm import disks
 from bench.vm.guests import LOADS, SQLITE, Box, Lab, Spec, Use
@@ -35,7 +35,7 @@ class Workload:
 
     key: str
     title: str
-    arms: ClassVar[tuple[str, ...]] = (WITHOUT, WITH)
+    arms: tuple[str, ...] = (WITHOUT, WITH)
     repetitions = 7
     seconds = 60.0  # estimate for all repetitions, on 2 processors
     parameters: dict[str, Any]
