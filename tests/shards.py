@@ -288,7 +288,7 @@ SHARDS: dict[str, Shard] = {
     ),
     "long": Shard(
         "torture on all file systems for ${DURATION:-2h} on the kernels ${KERNELS:-6.12}",
-        ("cd tests && PYTHONPATH=vm ./python vm/long.py --duration ${DURATION:-2h}"
+        ("cd tests && ./python vm/long.py --duration ${DURATION:-2h}"
          " --kernels ${KERNELS:-6.12}",),
         (),
         minutes=120,
