@@ -4,7 +4,7 @@
 
 use crate::blob::DomainId;
 use crate::engine::Engine;
-use crate::entry::{Content, Entry, Gauges};
+use crate::index::entry::{Content, Entry, Gauges};
 use crate::tenant::TenantShared;
 use std::collections::{HashMap, HashSet};
 

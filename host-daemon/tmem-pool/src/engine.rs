@@ -14,11 +14,11 @@ use crate::config::{
     KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, Quota, SWEEP_NS, SWEEP_PAGES, SWEEP_STEP,
     TABLES_ROOM_BYTES, TENANT_METADATA_BYTES, TenantSpec, Time, reclaim_high_bytes,
 };
-use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
 use crate::heap::{self, FRAME_BYTES, Handle};
 use crate::index::Chunks;
+use crate::index::entry::Gauges;
 use crate::membership::Membership;
 use crate::poison;
 use crate::secret::SecretPages;

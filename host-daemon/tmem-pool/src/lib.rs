@@ -77,7 +77,7 @@
 //! | `cost.rs` | cost of the work of a request |
 //! | `engine.rs`, `membership.rs` | all tenants; choice of victims, background work, admission |
 //! | `tenant/`, `state.rs` | one tenant: work outside its lock, work under it |
-//! | `index/`, `entry.rs` | keys and the record of each |
+//! | `index/` | keys, and the entry of each page |
 //! | `blob.rs`, `dedup.rs` | stored contents; equal pages are stored once |
 //! | `heap/` | memory for stored bytes; compaction; memory that goes back to the system |
 //! | `codec.rs`, `hash.rs` | forms of a page, and its hash |
@@ -110,7 +110,6 @@ mod config;
 mod cost;
 mod dedup;
 mod engine;
-mod entry;
 mod error;
 mod evict;
 mod fail;

@@ -7,8 +7,8 @@
 
 use crate::blob::Finalized;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
-use crate::entry::Content;
 use crate::index::Chunks;
+use crate::index::entry::Content;
 use crate::state::{Freed, NewPage, Range, Reason, State, Taken, Wanted};
 use crate::stats::TenantStats;
 use crate::tenant::GetResult;

@@ -17,10 +17,10 @@ use crate::config::{
 use crate::cost::{
     ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, REF_NS, estimator_ns, forget_all_ns_max,
 };
-use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
 use crate::evict::queue::Queue;
 use crate::evict::{self, Arrival, Leave, Policy};
+use crate::index::entry::{Content, Entry};
 use crate::index::{Chunks, Entries, Id, Index, Key, PoolRef};
 use crate::stats::{Counters, TenantStats};
 use crate::tenant::GET_PAGES_MAX;

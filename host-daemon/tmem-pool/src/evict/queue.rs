@@ -2,7 +2,7 @@
 //! Queue whose links are stored in the index entries: entries are added and removed in constant
 //! time at both ends and in the middle.
 
-use crate::entry::Entry;
+use crate::index::entry::Entry;
 use crate::index::{Entries, Id};
 
 /// Queue of index entries. New entries are added at the tail, and the oldest is at `head`.

@@ -13,8 +13,8 @@
 
 use super::arena::{Arena, ArenaRecord, Full, Id};
 use super::chunks::Chunks;
+use super::entry::Entry;
 use crate::config::KEYS_PER_TENANT_MAX;
-use crate::entry::Entry;
 use crate::heap::{Zeroed, prefetch};
 use std::ops::{Index, IndexMut};
 use std::ptr;

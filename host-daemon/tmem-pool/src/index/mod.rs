@@ -18,6 +18,7 @@
 
 mod arena;
 mod chunks;
+pub(crate) mod entry;
 mod leaves;
 mod tree;
 
@@ -25,10 +26,10 @@ pub(crate) use arena::{Full, Id};
 pub(crate) use chunks::{CHUNK_BYTES, Chunk, Chunks};
 pub(crate) use leaves::Entries;
 
-use crate::entry::{Entry, Gauges};
 use crate::fail;
 use crate::heap::Zeroed;
 use arena::{Arena, ArenaRecord};
+use entry::{Entry, Gauges};
 use hashbrown::HashTable;
 use leaves::leaf_of;
 use std::cell::Cell;

@@ -3,7 +3,7 @@
 //! standard library.
 
 use super::*;
-use crate::entry::Content;
+use crate::index::entry::Content;
 use crate::tests::rng::{Rng, for_each_seed};
 use std::collections::BTreeSet;
 

@@ -9,9 +9,9 @@
 //! proportion to the number of pages in it.
 
 use super::arena::{Arena, ArenaRecord, Full, Id};
+use super::entry::Entry;
 use super::leaves::{Entries, LEAF_BITS, LEAF_PAGES, LEAVES_MAX};
 use crate::config::KEYS_PER_TENANT_MAX;
-use crate::entry::Entry;
 use crate::heap::Zeroed;
 
 /// Number of bits of the page number that a node uses to distinguish its children.
@@ -417,8 +417,8 @@ impl Nodes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::entry::Content;
     use crate::index::Chunks;
+    use crate::index::entry::Content;
     use crate::tests::rng::{Rng, for_each_seed};
     use std::collections::BTreeMap;
     use std::sync::Arc;

@@ -6,9 +6,9 @@ use crate::blob::{Reader, Store};
 use crate::codec;
 use crate::config::Page;
 use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS, MISS_NS, REF_NS};
-use crate::entry::Content;
 use crate::error::NoPool;
 use crate::index::PoolRef;
+use crate::index::entry::Content;
 use crate::state::{Taken, Wanted};
 
 /// Number of stored pages whose first bytes a get prefetches together. An access to an address that

@@ -5,10 +5,10 @@ use super::Tenant;
 use crate::blob::Store;
 use crate::config::{EVICTIONS_PER_PUT_PAGE, PUT_GROUP_PAGES, Page};
 use crate::cost::{EVICT_NS, PUT_NS, REFUSE_NS};
-use crate::entry::Content;
 use crate::error::NoPool;
 use crate::heap::{Handle, prefetch_lines};
 use crate::index::PoolRef;
+use crate::index::entry::Content;
 use crate::state::{Freed, NewPage, Refusal};
 use std::fmt;
 

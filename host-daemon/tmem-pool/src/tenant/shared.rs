@@ -11,7 +11,7 @@ use crate::config::{
     FINALIZE_PAGES, PAGE_SIZE, Page, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, TenantSpec,
 };
 use crate::engine::{Engine, TenantParams};
-use crate::entry::Content;
+use crate::index::entry::Content;
 use crate::state::{Freed, State};
 use crate::stats::Counters;
 use crate::sync::{AtomicBool, Mutex, MutexGuard};

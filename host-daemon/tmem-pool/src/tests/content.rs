@@ -11,10 +11,10 @@ use crate::blob::{Finalized, Prepared, Store};
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
 use crate::cost::{GET_NS_MAX, REF_NS};
-use crate::entry::Content;
 use crate::hash::place_bits;
 use crate::heap::Handle;
 use crate::index::Key;
+use crate::index::entry::Content;
 use crate::tenant::locked_times;
 use crate::{
     Engine, GET_PAGES_MAX, GetResult, PAGE_SIZE, Page, PageHash, PutResult, Quota, Tenant,

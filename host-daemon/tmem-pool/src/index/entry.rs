@@ -2,9 +2,9 @@
 //! Index entry of one page, 28 bytes long. It has the page's cookie, the place of its contents,
 //! check bits of their hash, the stored size, and the links of an eviction queue.
 
+use super::arena::Id;
 use crate::config::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE};
 use crate::heap::Zeroed;
-use crate::index::Id;
 
 /// Place of a page's contents. A blob is named by its number in the store (blob.rs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
