@@ -18,14 +18,14 @@
 //! them together with a lock of the heap.
 
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
-use crate::config::{PAGE_SIZE, Page};
+use crate::config::{DomainId, PAGE_SIZE, Page};
 use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS};
 use crate::dedup::{Dedup, Records};
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, slot_tag};
 use crate::heap::{self, Handle, Heap, Zeroed};
 use crate::index::entry::Content;
+use crate::request::PageSource;
 use crate::sync::AtomicU32;
-use crate::tenant::PageSource;
 use crate::totals::Sum;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -36,9 +36,6 @@ const FREE_AHEAD: usize = 3;
 
 /// Largest number of raw pages that `release_all` frees under one acquisition of the heap's lock.
 const FREE_TOGETHER: usize = 16;
-
-/// Number of a trust domain, inside which equal pages are stored once. Numbers are never reused.
-pub(crate) type DomainId = u32;
 
 /// Record of a blob, kept apart from the blob's bytes. The record takes 8 B. The atomic word in
 /// which the heap stores the place of the blob's bytes takes another 8 B.

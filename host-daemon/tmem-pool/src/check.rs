@@ -2,10 +2,10 @@
 //! Checks of the engine's invariants, for tests and simulators. A check walks over all pages and
 //! recounts all sums.
 
-use crate::blob::DomainId;
+use crate::config::DomainId;
 use crate::engine::Engine;
 use crate::index::entry::{Content, Entry, Gauges};
-use crate::tenant::TenantShared;
+use crate::tenant_shared::TenantShared;
 use std::collections::{HashMap, HashSet};
 
 /// Maps the number of each blob to its trust domain and to the number of index entries that refer

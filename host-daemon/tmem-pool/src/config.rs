@@ -187,6 +187,9 @@ pub(crate) const SWEEP_PAGES: usize = 32;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Time(pub u64);
 
+/// Number of a trust domain, inside which equal pages are stored once. Numbers are never reused.
+pub(crate) type DomainId = u32;
+
 /// Configuration of an engine.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

@@ -7,18 +7,18 @@
 //! reading to choose the tenant that loses pages, and for writing to add, remove or change a
 //! tenant. It is the outermost lock.
 
-use crate::blob::{Prepared, Store};
+use crate::blob::{Encoded, Prepared, Store};
 use crate::codec::{self, Denser};
 use crate::config::{
-    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
-    KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, Quota, SWEEP_NS, SWEEP_PAGES, SWEEP_STEP,
-    TABLES_ROOM_BYTES, TENANT_METADATA_BYTES, TenantSpec, Time, reclaim_high_bytes,
+    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, EngineConfig, FINALIZE_PAGES, INDEX_ROOM_BYTES,
+    INDEX_ROOM_PART, KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, Quota, SWEEP_NS, SWEEP_PAGES,
+    SWEEP_STEP, TABLES_ROOM_BYTES, TENANT_METADATA_BYTES, TenantSpec, Time, reclaim_high_bytes,
 };
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
 use crate::heap::{self, FRAME_BYTES, Handle};
 use crate::index::Chunks;
-use crate::index::entry::Gauges;
+use crate::index::entry::{Content, Gauges};
 use crate::membership::Membership;
 use crate::poison;
 use crate::secret::SecretPages;
@@ -27,7 +27,7 @@ use crate::stats::EngineStats;
 use crate::sync::{
     AtomicBool, AtomicU64, AtomicUsize, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard,
 };
-use crate::tenant::{Tenant, TenantShared};
+use crate::tenant_shared::{TenantParams, TenantShared};
 use crate::totals::{Sum, Totals};
 use crossbeam_utils::CachePadded;
 use std::fmt;
@@ -51,15 +51,6 @@ pub enum Work {
 impl Work {
     /// All kinds of background work.
     pub const ALL: [Work; 3] = [Work::Finalize, Work::Recompress, Work::MakeRoom];
-}
-
-/// Parameters that the engine passes to each new tenant.
-#[derive(Clone, Debug)]
-pub(crate) struct TenantParams {
-    pub seed: u64,
-    pub chunks: Arc<Chunks>,
-    pub keys_per_tenant_max: u32,
-    pub policy: PolicyKind,
 }
 
 /// The storage engine: all tenants and the memory for their pages. Any thread may call any of its
@@ -148,12 +139,22 @@ impl Engine {
         self.membership().quota(tenant)
     }
 
-    pub(crate) fn set_quota(
+    /// Changes quotas, and the full size if `full_bytes` has a value, as [`Engine::configure`] does.
+    pub(crate) fn set_quotas(
         &self,
-        tenant: &Arc<TenantShared>,
-        quota: Quota,
+        full_bytes: Option<u64>,
+        quotas: &[(&Arc<TenantShared>, Quota)],
     ) -> Result<(), AdmissionError> {
-        self.membership_mut().set_quota(tenant, quota)
+        let full_bytes = full_bytes.map(|bytes| bytes.min(self.size_max_bytes));
+        self.membership_mut().configure(full_bytes, quotas)
+    }
+
+    /// Adds a tenant to the members.
+    pub(crate) fn add_member(&self, spec: TenantSpec) -> Result<Arc<TenantShared>, AdmissionError> {
+        let make = |spec: &TenantSpec, domain| TenantShared::new(spec, domain, &self.params);
+        let tenant = self.membership_mut().add(spec, make)?;
+        self.totals.tenants.add(1);
+        Ok(tenant)
     }
 
     pub(crate) fn depart(&self, tenant: &Arc<TenantShared>) {
@@ -539,7 +540,7 @@ impl Engine {
             let Some((i, tenant)) = next else {
                 return 0;
             };
-            match tenant.finalize(self) {
+            match self.finalize(&tenant) {
                 // All raw pages of this tenant were removed before they were finalized. Try the
                 // tenants after it in the list, so that their pages need not wait for the next
                 // step. This tenant is not tried again, so the loop ends.
@@ -547,6 +548,95 @@ impl Engine {
                 finalized => return finalized.unwrap_or(0),
             }
         }
+    }
+
+    /// Finalizes (deduplicates and compresses) up to [`FINALIZE_PAGES`] raw pages of the tenant.
+    /// Returns the number of these pages, or None if there was no memory for the final form of one
+    /// of them.
+    pub(crate) fn finalize(&self, tenant: &TenantShared) -> Option<usize> {
+        let mut work = [(0, 0); FINALIZE_PAGES];
+        let mut checks = [0; FINALIZE_PAGES];
+        let mut nr = 0;
+        let mut state = tenant.lock(&self.totals);
+        state.prefetch_raw(FINALIZE_PAGES, |blob| {
+            self.store.prefetch_content(Content::Raw(blob));
+        });
+        while nr < FINALIZE_PAGES
+            && let Some((id, blob)) = state.next_raw()
+        {
+            // Take another reference to the raw blob. It keeps the page's bytes if another thread
+            // removes the page before its final form is stored.
+            if self.store.share(blob) {
+                work[nr] = (id, blob);
+                checks[nr] = state.index.entries[id].check;
+                nr += 1;
+            }
+        }
+        drop(state);
+        if nr == 0 {
+            return Some(0);
+        }
+        let work = &work[..nr];
+        for &(_, blob) in work {
+            self.store.prefetch_raw(blob);
+        }
+        let mut finalized = [None; FINALIZE_PAGES];
+        let mut buffer = self.take_buffer();
+        if let Some(buffer) = &mut buffer {
+            let [one, two] = buffer.pages() else {
+                unreachable!("scratch memory does not have two pages");
+            };
+            // Store a compressed page only after the next page is compressed. In the meantime the
+            // processor loads the memory that is reserved for the compressed page.
+            let (mut empty, mut full) = (one, two);
+            let mut encoded: Option<(usize, Encoded)> = None;
+            let complete = |encoded, buffer: &Page| self.store.complete(encoded, buffer);
+            for (nth, (&(_, blob), check)) in work.iter().zip(checks).enumerate() {
+                // If this page may equal the compressed page that is not stored yet, store that
+                // page first. Only then can this page find and share it.
+                if let Some((before, page)) = encoded
+                    && self.store.may_equal(blob, &page)
+                {
+                    finalized[before] = Some(complete(page, full));
+                    encoded = None;
+                }
+                let prepared = self.prepare(blob, check, empty);
+                if let Some((before, page)) = encoded.take() {
+                    finalized[before] = Some(complete(page, full));
+                }
+                match prepared {
+                    Some(Prepared::Finalized(found)) => finalized[nth] = Some(found),
+                    Some(Prepared::Encoded(page)) => {
+                        encoded = Some((nth, page));
+                        std::mem::swap(&mut empty, &mut full);
+                    }
+                    None => {}
+                }
+            }
+            if let Some((last, page)) = encoded {
+                finalized[last] = Some(complete(page, full));
+            }
+        }
+        if let Some(buffer) = buffer {
+            self.give_buffer(buffer);
+        }
+        // Wipe the remains of stored pages that this thread has decompressed to compare them.
+        codec::wipe();
+        let mut freed = Freed::new();
+        let mut state = tenant.lock(&self.totals);
+        // Handle the results in reverse order, so that pages for which there was no memory return
+        // to the queue in their old order.
+        for (&(id, blob), finalized) in work.iter().zip(finalized).rev() {
+            match finalized {
+                Some(finalized) => state.finalize((id, blob), finalized, &mut freed),
+                None => state.raw_again(id, blob),
+            }
+            freed.push(Content::Raw(blob));
+        }
+        drop(state);
+        self.release_all(freed);
+        let failed = finalized[..nr].iter().any(Option::is_none);
+        (!failed).then_some(nr)
     }
 
     /// Continues the sweep (the pass that recompresses cold pages) up to the handle that is due by
@@ -749,17 +839,6 @@ impl Engine {
         }))
     }
 
-    /// Adds a tenant, which has no pools at first.
-    ///
-    /// # Errors
-    /// The tenant's reserve does not fit beside the reserves of the other tenants.
-    pub fn add_tenant(self: &Arc<Engine>, spec: TenantSpec) -> Result<Tenant, AdmissionError> {
-        let make = |spec: &TenantSpec, domain| TenantShared::new(spec, domain, &self.params);
-        let tenant = self.membership_mut().add(spec, make)?;
-        self.totals.tenants.add(1);
-        Ok(Tenant::new(Arc::clone(self), tenant))
-    }
-
     /// Changes the pool's present size in bytes, at most to its largest size. The caller shrinks
     /// the pool while the host needs the memory for something else. Calls of
     /// [`maintain`](Self::maintain) and puts then evict pages in bounded steps until the pool fits.
@@ -790,26 +869,6 @@ impl Engine {
     pub fn set_full(&self, full_bytes: u64) {
         let full_bytes = full_bytes.min(self.size_max_bytes);
         self.membership_mut().set_full(full_bytes);
-    }
-
-    /// Changes quotas of tenants, and the full size if `full_bytes` has a value, all in one step.
-    /// So the caller need not find an order in which each single change is allowed.
-    /// [`resize`](Self::resize) changes the present size.
-    ///
-    /// # Errors
-    /// A reserve does not fit into the full size; then nothing changes. If the call changes the
-    /// full size, the error may name a tenant whose quota the call does not change.
-    pub fn configure(
-        &self,
-        full_bytes: Option<u64>,
-        quotas: &[(&Tenant, Quota)],
-    ) -> Result<(), AdmissionError> {
-        let full_bytes = full_bytes.map(|bytes| bytes.min(self.size_max_bytes));
-        let quotas: Vec<_> = quotas
-            .iter()
-            .map(|&(tenant, quota)| (tenant.shared(), quota))
-            .collect();
-        self.membership_mut().configure(full_bytes, &quotas)
     }
 
     /// Returns the largest size in bytes to which [`resize`](Self::resize) can set the pool.

@@ -76,7 +76,9 @@
 //! | `config.rs` | sizes and limits with their reasons |
 //! | `cost.rs` | cost of the work of a request |
 //! | `engine.rs`, `membership.rs` | all tenants; choice of victims, background work, admission |
-//! | `tenant/`, `state.rs` | one tenant: work outside its lock, work under it |
+//! | `tenant/` | handle to a tenant: the work of its requests outside of its lock |
+//! | `tenant_shared.rs`, `state.rs` | one tenant: its lock, and the work under it |
+//! | `request.rs` | requests of a tenant and their results |
 //! | `index/` | keys, and the entry of each page |
 //! | `blob.rs`, `dedup.rs` | stored contents; equal pages are stored once |
 //! | `heap/` | memory for stored bytes; compaction; memory that goes back to the system |
@@ -119,12 +121,14 @@ mod index;
 mod membership;
 mod poison;
 mod quota;
+mod request;
 mod secret;
 mod shadow;
 mod state;
 mod stats;
 mod sync;
 mod tenant;
+mod tenant_shared;
 #[cfg(test)]
 mod tests;
 mod totals;
@@ -138,7 +142,8 @@ pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX, REF_NS_MAX}
 pub use engine::{Engine, Work};
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use hash::PageHash;
+pub use request::{GET_PAGES_MAX, GetResult, PageSource, Put, PutResult, Ref};
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{EngineStats, TenantStats};
-pub use tenant::{GET_PAGES_MAX, GetResult, PageSource, Put, PutResult, Ref, Spent, Tenant};
+pub use tenant::{Spent, Tenant};

@@ -5,12 +5,11 @@
 //! The membership decides whether a tenant is admitted, and computes the entitlements of all
 //! tenants. It never accesses pages.
 
-use crate::blob::DomainId;
-use crate::config::{Quota, TenantSpec};
+use crate::config::{DomainId, Quota, TenantSpec};
 use crate::error::AdmissionError;
 use crate::quota::entitlements;
 use crate::stats::Counters;
-use crate::tenant::TenantShared;
+use crate::tenant_shared::TenantShared;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -123,14 +122,6 @@ impl Membership {
             self.departed.push(member.tenant);
         }
         freed
-    }
-
-    pub(crate) fn set_quota(
-        &mut self,
-        tenant: &Arc<TenantShared>,
-        quota: Quota,
-    ) -> Result<(), AdmissionError> {
-        self.configure(None, &[(tenant, quota)])
     }
 
     /// Changes quotas, and the full size of the pool if `full_bytes` has a value, all together or

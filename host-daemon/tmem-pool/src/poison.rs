@@ -9,7 +9,7 @@
 //! library's locks, the guests' queues would stop one after the other. The process would still seem
 //! alive.
 //!
-//! A panic under a tenant's own lock concerns that tenant only (tenant/shared.rs). A panic in the
+//! A panic under a tenant's own lock concerns that tenant only (tenant_shared.rs). A panic in the
 //! sweep leaves cold pages as they are (engine.rs).
 
 use std::sync::LockResult;

@@ -9,9 +9,9 @@ use crate::blob::Finalized;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::index::Chunks;
 use crate::index::entry::Content;
+use crate::request::GetResult;
 use crate::state::{Freed, NewPage, Range, Reason, State, Taken, Wanted};
 use crate::stats::TenantStats;
-use crate::tenant::GetResult;
 use std::io;
 use std::sync::Arc;
 

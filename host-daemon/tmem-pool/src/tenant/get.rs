@@ -9,34 +9,13 @@ use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS, MISS_NS, REF_NS};
 use crate::error::NoPool;
 use crate::index::PoolRef;
 use crate::index::entry::Content;
+use crate::request::{GET_PAGES_MAX, GetResult};
 use crate::state::{Taken, Wanted};
 
 /// Number of stored pages whose first bytes a get prefetches together. An access to an address that
 /// is not in the TLB waits for a page walk, but the processor does several page walks at the same
 /// time.
 const GET_TOGETHER: usize = 16;
-
-/// Largest number of pages of one get: a full batch of the device. A get takes the tenant's lock
-/// once for all its pages. With this number it holds the lock for about 10 µs.
-pub const GET_PAGES_MAX: usize = 64;
-
-/// Result for one page of a get.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GetResult {
-    /// The page was returned and is no longer in the pool.
-    Hit {
-        /// Cookie with which the page was put. It equals the cookie in the get.
-        cookie: u64,
-    },
-    /// The page was returned and is retained: it stays in the pool, and is evicted before pages of
-    /// the tenant that are not retained.
-    Retained {
-        /// Cookie with which the page was put. It equals the cookie in the get.
-        cookie: u64,
-    },
-    /// The pool has no page with this key and cookie.
-    Miss,
-}
 
 /// Result of a get: how many pages it handled, what it cost, and the stored contents of the
 /// returned pages. Dropping this value releases these contents. The caller should answer the guest

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Handle to a tenant, with the operations of one VM on the pool. Puts are in put.rs, gets in
-//! get.rs, and the state that the engine's threads share is in shared.rs.
+//! get.rs, and the state that the engine's threads share is in tenant_shared.rs.
 //!
 //! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
 //! lock guards its `State`. A thread holds at most one tenant's lock, and takes it after the
@@ -8,21 +8,18 @@
 
 mod get;
 mod put;
-mod shared;
 
-pub use get::{GET_PAGES_MAX, GetResult, Spent};
-pub use put::{PageSource, Put, PutResult};
-#[cfg(test)]
-pub(crate) use shared::locked_times;
-pub(crate) use shared::{Locked, TenantShared};
+pub use get::Spent;
 
-use crate::config::{EVICT_STEP_PAGES, Quota};
+use crate::config::{EVICT_STEP_PAGES, Quota, TenantSpec};
 use crate::cost::{DROP_NS, DROP_SAME_NS, KEY_NS, RANGE_NS, REF_NS};
 use crate::engine::Engine;
 use crate::error::{AdmissionError, CreateError, NoPool};
 use crate::index::entry::Content;
+use crate::request::Ref;
 use crate::state::{FLUSH_HASHES_MAX, Freed, Range, Reason};
 use crate::stats::TenantStats;
+use crate::tenant_shared::{Locked, TenantShared};
 use std::fmt;
 use std::sync::Arc;
 #[cfg(test)]
@@ -31,18 +28,6 @@ use {crate::config::Page, crate::index::Key};
 /// Largest number of pages that a flush or a reference request (REF) handles before it releases the
 /// tenant's lock.
 const LOCKED_PAGES_MAX: usize = 64;
-
-/// One page of a reference request (REF), by which the guest reports that it has evicted retained
-/// pages unchanged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ref {
-    /// Number of the object, usually a file.
-    pub object: u64,
-    /// Number of the page within the object.
-    pub index: u64,
-    /// Cookie with which the page was put.
-    pub cookie: u64,
-}
 
 /// Returns the cost of dropping a page with this content, in nanoseconds.
 fn drop_ns(content: &Content) -> u64 {
@@ -82,6 +67,37 @@ impl fmt::Debug for Tenant {
         f.debug_struct("Tenant")
             .field("name", &self.name())
             .finish_non_exhaustive()
+    }
+}
+
+/// Functions of the engine that take or return handles to tenants.
+impl Engine {
+    /// Adds a tenant, which has no pools at first.
+    ///
+    /// # Errors
+    /// The tenant's reserve does not fit beside the reserves of the other tenants.
+    pub fn add_tenant(self: &Arc<Engine>, spec: TenantSpec) -> Result<Tenant, AdmissionError> {
+        let tenant = self.add_member(spec)?;
+        Ok(Tenant::new(Arc::clone(self), tenant))
+    }
+
+    /// Changes quotas of tenants, and the full size if `full_bytes` has a value, all in one step.
+    /// So the caller need not find an order in which each single change is allowed.
+    /// [`resize`](Self::resize) changes the present size.
+    ///
+    /// # Errors
+    /// A reserve does not fit into the full size; then nothing changes. If the call changes the
+    /// full size, the error may name a tenant whose quota the call does not change.
+    pub fn configure(
+        &self,
+        full_bytes: Option<u64>,
+        quotas: &[(&Tenant, Quota)],
+    ) -> Result<(), AdmissionError> {
+        let quotas: Vec<_> = quotas
+            .iter()
+            .map(|&(tenant, quota)| (tenant.shared(), quota))
+            .collect();
+        self.set_quotas(full_bytes, &quotas)
     }
 }
 
@@ -304,7 +320,8 @@ impl Tenant {
     /// # Errors
     /// The reserve does not fit beside the reserves of the other tenants; then nothing changes.
     pub fn set_quota(&self, quota: Quota) -> Result<(), AdmissionError> {
-        self.0.engine.set_quota(&self.0.tenant, quota)
+        let quotas = [(&self.0.tenant, quota)];
+        self.0.engine.set_quotas(None, &quotas)
     }
 
     /// Returns the tenant's gauges and counters as of now.

@@ -3,77 +3,14 @@
 
 use super::Tenant;
 use crate::blob::Store;
-use crate::config::{EVICTIONS_PER_PUT_PAGE, PUT_GROUP_PAGES, Page};
+use crate::config::{EVICTIONS_PER_PUT_PAGE, PUT_GROUP_PAGES};
 use crate::cost::{EVICT_NS, PUT_NS, REFUSE_NS};
 use crate::error::NoPool;
-use crate::heap::{Handle, prefetch_lines};
+use crate::heap::Handle;
 use crate::index::PoolRef;
 use crate::index::entry::Content;
+use crate::request::{Put, PutResult};
 use crate::state::{Freed, NewPage, Refusal};
-use std::fmt;
-
-/// Source of the contents of a page to put. A [`Page`] in memory that does not change is a source.
-/// A source that reads memory of another process implements this trait, so that a put copies the
-/// page only once.
-pub trait PageSource {
-    /// Copies the contents to `frame`, and returns true. Returns false if the contents cannot be
-    /// read. The put then refuses the page and wipes the frame.
-    ///
-    /// A put calls this function at most once for each page, and holds no lock during the call, so
-    /// that the function may wait. It does not call the function for a page for which it has no
-    /// memory. It uses only the bytes in `frame`, so the memory that the function reads may change
-    /// at any time.
-    fn copy_to(&self, frame: &mut Page) -> bool;
-
-    /// Prefetches the beginning of the contents into the processor's cache.
-    fn prefetch(&self) {}
-}
-
-impl PageSource for Page {
-    fn copy_to(&self, frame: &mut Page) -> bool {
-        frame.copy_from_slice(self);
-        true
-    }
-
-    fn prefetch(&self) {
-        prefetch_lines(self.as_ptr());
-    }
-}
-
-/// A page to put. The fields `object` and `index` are the page's key within the pool.
-#[derive(Clone, Copy)]
-pub struct Put<'a> {
-    /// Number of the object, usually a file.
-    pub object: u64,
-    /// Number of the page within the object.
-    pub index: u64,
-    /// Cookie: a number that the guest chooses for this version of the page. A get must name it.
-    pub cookie: u64,
-    /// Hint of the guest: true if the page was active in the guest's page cache.
-    pub workingset: bool,
-    /// Contents of the page, or a source that copies them.
-    pub page: &'a dyn PageSource,
-}
-
-impl fmt::Debug for Put<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Put")
-            .field("object", &self.object)
-            .field("index", &self.index)
-            .field("cookie", &self.cookie)
-            .field("workingset", &self.workingset)
-            .finish_non_exhaustive()
-    }
-}
-
-/// Result for one page of a put.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PutResult {
-    /// The page is stored, and stays until it is removed or evicted.
-    Stored,
-    /// The page is not stored, and an older page under its key, if there was one, was dropped.
-    Refused,
-}
 
 /// Blobs that a put has reserved, and copies of its pages in these blobs. Dropping this value frees
 /// the blobs, also after a panic of a [`PageSource`].

@@ -15,7 +15,7 @@ use crate::hash::place_bits;
 use crate::heap::Handle;
 use crate::index::Key;
 use crate::index::entry::Content;
-use crate::tenant::locked_times;
+use crate::tenant_shared::locked_times;
 use crate::{
     Engine, GET_PAGES_MAX, GetResult, PAGE_SIZE, Page, PageHash, PutResult, Quota, Tenant,
     TenantSpec, Time,
@@ -66,7 +66,7 @@ fn equal_pages_finalized_in_one_step_are_stored_once() {
     for (index, &nr) in order.iter().enumerate() {
         put_raw(&tenant, 1, index as u64, 1, &pages[nr]);
     }
-    assert_eq!(tenant.shared().finalize(&engine), Some(order.len()));
+    assert_eq!(engine.finalize(tenant.shared()), Some(order.len()));
     let stats = engine.stats();
     assert_eq!(
         (stats.blobs, stats.shared_pages, stats.same_filled_pages),

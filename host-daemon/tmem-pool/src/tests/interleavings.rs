@@ -9,7 +9,8 @@ use super::rng::{Rng, for_each_seed};
 use super::{
     OPEN, POOL, add, config, finalize_raw, get, get_retaining, noise, partly_noise, put_raw, refer,
 };
-use crate::blob::{DomainId, Finalized, Prepared, Store};
+use crate::blob::{Finalized, Prepared, Store};
+use crate::config::DomainId;
 use crate::heap::{Handle, Heap};
 use crate::state::Reason;
 use crate::{Engine, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Time};

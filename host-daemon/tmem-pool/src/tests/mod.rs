@@ -82,8 +82,8 @@ fn new_engine(size_bytes: u64) -> Arc<Engine> {
 /// Finalizes (deduplicates and compresses) all raw pages of a tenant.
 fn finalize_raw(tenant: &Tenant) {
     while tenant
-        .shared()
-        .finalize(tenant.engine())
+        .engine()
+        .finalize(tenant.shared())
         .is_some_and(|pages| pages > 0)
     {}
 }

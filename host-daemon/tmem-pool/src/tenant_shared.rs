@@ -5,19 +5,26 @@
 //! The process continues. If the lock stayed poisoned instead, it would also stop threads that work
 //! for other tenants, for example to evict pages.
 
-use crate::blob::{DomainId, Encoded, Prepared};
-use crate::codec;
 use crate::config::{
-    FINALIZE_PAGES, PAGE_SIZE, Page, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, TenantSpec,
+    DomainId, PAGE_SIZE, PolicyKind, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, TenantSpec,
 };
-use crate::engine::{Engine, TenantParams};
-use crate::index::entry::Content;
-use crate::state::{Freed, State};
+use crate::index::Chunks;
+use crate::state::State;
 use crate::stats::Counters;
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use crate::totals::{Sum, Totals};
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+
+/// Parameters that the engine passes to each new tenant.
+#[derive(Clone, Debug)]
+pub(crate) struct TenantParams {
+    pub seed: u64,
+    pub chunks: Arc<Chunks>,
+    pub keys_per_tenant_max: u32,
+    pub policy: PolicyKind,
+}
 
 /// The part of a tenant that all threads of the engine share. Its sums and flags are copies of
 /// values that the tenant's lock guards, for threads that do not hold the lock.
@@ -163,98 +170,9 @@ impl TenantShared {
         })
     }
 
-    /// Finalizes (deduplicates and compresses) up to [`FINALIZE_PAGES`] raw pages of the tenant.
-    /// Returns the number of these pages, or None if there was no memory for the final form of one
-    /// of them.
-    pub(crate) fn finalize(&self, engine: &Engine) -> Option<usize> {
-        let mut work = [(0, 0); FINALIZE_PAGES];
-        let mut checks = [0; FINALIZE_PAGES];
-        let mut nr = 0;
-        let mut state = self.lock(&engine.totals);
-        state.prefetch_raw(FINALIZE_PAGES, |blob| {
-            engine.store.prefetch_content(Content::Raw(blob));
-        });
-        while nr < FINALIZE_PAGES
-            && let Some((id, blob)) = state.next_raw()
-        {
-            // Take another reference to the raw blob. It keeps the page's bytes if another thread
-            // removes the page before its final form is stored.
-            if engine.store.share(blob) {
-                work[nr] = (id, blob);
-                checks[nr] = state.index.entries[id].check;
-                nr += 1;
-            }
-        }
-        drop(state);
-        if nr == 0 {
-            return Some(0);
-        }
-        let work = &work[..nr];
-        for &(_, blob) in work {
-            engine.store.prefetch_raw(blob);
-        }
-        let mut finalized = [None; FINALIZE_PAGES];
-        let mut buffer = engine.take_buffer();
-        if let Some(buffer) = &mut buffer {
-            let [one, two] = buffer.pages() else {
-                unreachable!("scratch memory does not have two pages");
-            };
-            // Store a compressed page only after the next page is compressed. In the meantime the
-            // processor loads the memory that is reserved for the compressed page.
-            let (mut empty, mut full) = (one, two);
-            let mut encoded: Option<(usize, Encoded)> = None;
-            let complete = |encoded, buffer: &Page| engine.store.complete(encoded, buffer);
-            for (nth, (&(_, blob), check)) in work.iter().zip(checks).enumerate() {
-                // If this page may equal the compressed page that is not stored yet, store that
-                // page first. Only then can this page find and share it.
-                if let Some((before, page)) = encoded
-                    && engine.store.may_equal(blob, &page)
-                {
-                    finalized[before] = Some(complete(page, full));
-                    encoded = None;
-                }
-                let prepared = engine.prepare(blob, check, empty);
-                if let Some((before, page)) = encoded.take() {
-                    finalized[before] = Some(complete(page, full));
-                }
-                match prepared {
-                    Some(Prepared::Finalized(found)) => finalized[nth] = Some(found),
-                    Some(Prepared::Encoded(page)) => {
-                        encoded = Some((nth, page));
-                        std::mem::swap(&mut empty, &mut full);
-                    }
-                    None => {}
-                }
-            }
-            if let Some((last, page)) = encoded {
-                finalized[last] = Some(complete(page, full));
-            }
-        }
-        if let Some(buffer) = buffer {
-            engine.give_buffer(buffer);
-        }
-        // Wipe the remains of stored pages that this thread has decompressed to compare them.
-        codec::wipe();
-        let mut freed = Freed::new();
-        let mut state = self.lock(&engine.totals);
-        // Handle the results in reverse order, so that pages for which there was no memory return
-        // to the queue in their old order.
-        for (&(id, blob), finalized) in work.iter().zip(finalized).rev() {
-            match finalized {
-                Some(finalized) => state.finalize((id, blob), finalized, &mut freed),
-                None => state.raw_again(id, blob),
-            }
-            freed.push(Content::Raw(blob));
-        }
-        drop(state);
-        engine.release_all(freed);
-        let failed = finalized[..nr].iter().any(Option::is_none);
-        (!failed).then_some(nr)
-    }
-
     /// Logs that a page does not match its hash. It does so only once for each tenant, because a
     /// faulty host would cause a message at every get.
-    pub(super) fn log_mismatch(&self, object: u64, index: u64) {
+    pub(crate) fn log_mismatch(&self, object: u64, index: u64) {
         if !self.mismatch_logged.swap(true, Relaxed) {
             tracing::error!(
                 tenant = %self.name,
