@@ -486,7 +486,7 @@ impl Store {
     /// marks it with the flag SEEN. The next sweep compresses the blob with zstd, and stores the
     /// result if it is not longer than before. Returns true if the blob was compressed, whether the
     /// result was stored or not.
-    pub(crate) fn sweep(
+    pub(crate) fn recompress_if_cold(
         &self,
         blob: u32,
         frames_bytes_max: u64,

@@ -107,7 +107,7 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
         "the tenant's flag for retained pages contradicts the queue of retained pages"
     );
     assert_eq!(
-        tenant.has_dead(),
+        tenant.has_detached(),
         state.index.has_detached(),
         "the tenant's flag for detached pages contradicts the index"
     );

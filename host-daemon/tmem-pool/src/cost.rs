@@ -49,7 +49,7 @@ pub(crate) const RANGE_NS: u64 = 300;
 pub(crate) const FOLLOWED_NS: u64 = 2;
 
 /// Cost of removing one key from the sampled keys of the [`Estimator`].
-pub(crate) const FORGET_NS: u64 = 50;
+pub(crate) const DROP_ESTIMATE_NS: u64 = 50;
 
 /// Cost of hashing one key of a flushed range of up to 64 pages. The hash is needed to remove the
 /// key from the [`Estimator`].
@@ -58,13 +58,13 @@ pub(crate) const KEY_NS: u64 = 40;
 /// Returns the cost in nanoseconds of visiting and removing sampled keys in all calls of
 /// the estimator so far. The constant cost of each call is not included.
 pub(crate) fn estimator_ns<K: Copy>(estimator: &Estimator<K>) -> u64 {
-    estimator.passed() * FOLLOWED_NS + estimator.forgotten() * FORGET_NS
+    estimator.passed() * FOLLOWED_NS + estimator.forgotten() * DROP_ESTIMATE_NS
 }
 
 /// Returns the largest cost in nanoseconds of a walk over all keys that the estimator follows
 /// (samples). It includes the cost of removing each of them.
-pub(crate) fn forget_all_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
-    estimator.sampled() * (FOLLOWED_NS + FORGET_NS)
+pub(crate) fn drop_all_estimates_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
+    estimator.sampled() * (FOLLOWED_NS + DROP_ESTIMATE_NS)
 }
 
 /// Largest cost of one page of a put. In the worst case, the page replaces another page, and
@@ -86,7 +86,7 @@ pub const GET_NS_MAX: u64 = GET_DENSE_NS + REF_NS + 2 * ESTIMATE_NS_MAX;
 
 /// Smallest budget in nanoseconds with which [`flush_some`](crate::Tenant::flush_some) always makes
 /// progress. The largest step of a flush removes all keys that the estimator follows (samples).
-pub const FLUSH_NS_MIN: u64 = RANGE_NS + SAMPLES_MAX as u64 * (FOLLOWED_NS + FORGET_NS);
+pub const FLUSH_NS_MIN: u64 = RANGE_NS + SAMPLES_MAX as u64 * (FOLLOWED_NS + DROP_ESTIMATE_NS);
 
 /// Largest cost of destroying a pool. The estimator stops following the pool's keys at once, and
 /// background work frees the pool's pages later.

@@ -75,7 +75,9 @@
 //! | --- | --- |
 //! | `config.rs` | sizes and limits with their reasons |
 //! | `cost.rs` | cost of the work of a request |
-//! | `engine.rs`, `membership.rs` | all tenants; choice of victims, background work, admission |
+//! | `engine.rs`, `membership.rs` | all tenants, and the size of the pool; admission |
+//! | `reclaim.rs` | freeing memory, and the choice of the tenant that loses pages |
+//! | `background.rs`, `sweep.rs` | background work; recompression of cold pages |
 //! | `tenant/` | handle to a tenant: the work of its requests outside of its lock |
 //! | `tenant_shared.rs`, `state.rs` | one tenant: its lock, and the work under it |
 //! | `request.rs` | requests of a tenant and their results |
@@ -105,6 +107,7 @@
 //! The lock of the index memory's chunks and the lock of the scratch pages are leaf locks: a thread
 //! that holds one of them takes no other lock.
 
+mod background;
 mod blob;
 mod check;
 mod codec;
@@ -121,11 +124,13 @@ mod index;
 mod membership;
 mod poison;
 mod quota;
+mod reclaim;
 mod request;
 mod secret;
 mod shadow;
 mod state;
 mod stats;
+mod sweep;
 mod sync;
 mod tenant;
 mod tenant_shared;
@@ -133,13 +138,14 @@ mod tenant_shared;
 mod tests;
 mod totals;
 
+pub use background::Work;
 pub use codec::stored_bytes;
 pub use config::{
     ADDRESS_SPACE_TIMES, EngineConfig, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
     POOLS_PER_TENANT_MAX, Page, PolicyKind, Quota, TenantSpec, Time,
 };
 pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX, REF_NS_MAX};
-pub use engine::{Engine, Work};
+pub use engine::Engine;
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use hash::PageHash;
 pub use request::{GET_PAGES_MAX, GetResult, PageSource, Put, PutResult, Ref};

@@ -39,7 +39,7 @@ pub(crate) struct Membership {
     /// Tenants that were removed and whose pages are not all freed yet.
     pub departed: Vec<Arc<TenantShared>>,
     /// Sums of the counters of all tenants that were removed.
-    pub gone: Counters,
+    pub departed_counters: Counters,
     domains: HashMap<String, Domain>,
     next_domain: DomainId,
 }
@@ -51,7 +51,7 @@ impl Membership {
             full_bytes: size_bytes,
             members: Vec::new(),
             departed: Vec::new(),
-            gone: Counters::default(),
+            departed_counters: Counters::default(),
             domains: HashMap::new(),
             next_domain: 0,
         }
@@ -95,7 +95,7 @@ impl Membership {
 
     /// Removes a tenant from the members. The caller has dropped the tenant's pages, but some may
     /// still occupy memory. Returns true if none does, so that nothing is left of the tenant.
-    pub(crate) fn depart(&mut self, tenant: &Arc<TenantShared>) -> bool {
+    pub(crate) fn remove(&mut self, tenant: &Arc<TenantShared>) -> bool {
         let at = self
             .members
             .iter()
@@ -114,10 +114,10 @@ impl Membership {
             }
         }
         self.entitle();
-        self.gone.add(member.tenant.counters());
+        self.departed_counters.add(member.tenant.counters());
         // If all pages are already freed, do not add the tenant to `departed`, because no thread
         // would remove it from there.
-        let freed = !member.tenant.has_dead();
+        let freed = !member.tenant.has_detached();
         if !freed {
             self.departed.push(member.tenant);
         }
@@ -174,6 +174,12 @@ impl Membership {
         }
         self.entitle();
         Ok(())
+    }
+
+    /// Returns all tenants, the departed ones first.
+    pub(crate) fn tenants(&self) -> impl Iterator<Item = &Arc<TenantShared>> {
+        let members = self.members.iter().map(|member| &member.tenant);
+        self.departed.iter().chain(members)
     }
 
     pub(crate) fn quota(&self, tenant: &Arc<TenantShared>) -> Quota {

@@ -4,6 +4,8 @@
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::heap::Region;
+use crate::poison;
+use crate::sync::Mutex;
 use std::io;
 use std::slice;
 
@@ -42,6 +44,29 @@ impl SecretPages {
         let pages = self.pages();
         pages.as_flattened_mut().fill(0);
         zeroize::optimization_barrier(&*pages);
+    }
+}
+
+/// Name of the data that the lock of the scratch pages guards, for log messages.
+const SCRATCH: &str = "the scratch pages";
+
+/// Scratch pages that no thread is using, in pairs, all of them zeroed. The lock is a leaf lock: its
+/// holder takes no other lock.
+#[derive(Debug, Default)]
+pub(crate) struct ScratchPages(Mutex<Vec<SecretPages>>);
+
+impl ScratchPages {
+    /// Takes two scratch pages. Returns None if the system has no memory.
+    pub(crate) fn take(&self) -> Option<SecretPages> {
+        let kept = poison::guard_or_abort(self.0.lock(), SCRATCH).pop();
+        kept.or_else(|| SecretPages::new(2).ok())
+    }
+
+    /// Takes scratch pages back. Wipes them first, because they may contain bytes of a tenant, which
+    /// must not stay in memory after the tenant departs.
+    pub(crate) fn put_back(&self, mut pages: SecretPages) {
+        pages.wipe();
+        poison::guard_or_abort(self.0.lock(), SCRATCH).push(pages);
     }
 }
 

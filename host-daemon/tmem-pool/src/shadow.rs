@@ -152,21 +152,21 @@ impl ShadowTenant {
         };
         let mut freed = Freed::new();
         while self.0.flush(pool, range, usize::MAX, &mut freed) {}
-        self.0.forget(pool, range);
-        self.free_detached();
+        self.0.drop_estimates(pool, range);
+        self.free_all_detached();
     }
 
     /// Removes a pool with its pages, if the tenant has the pool.
     pub fn destroy_pool(&mut self, pool: u32) {
         if self.0.destroy_pool(pool).is_ok() {
-            self.free_detached();
+            self.free_all_detached();
         }
     }
 
     /// Removes all pools with their pages.
     pub fn clear(&mut self) {
         self.0.clear();
-        self.free_detached();
+        self.free_all_detached();
     }
 
     /// Evicts the page that the policy chooses, as the engine does when the pool is full.
@@ -185,9 +185,9 @@ impl ShadowTenant {
         self.0.stats()
     }
 
-    fn free_detached(&mut self) {
+    fn free_all_detached(&mut self) {
         while self.0.index.has_detached() {
-            self.0.reap(usize::MAX, &mut Freed::new());
+            self.0.free_detached(usize::MAX, &mut Freed::new());
         }
     }
 }

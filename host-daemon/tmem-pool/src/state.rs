@@ -15,7 +15,8 @@ use crate::config::{
     RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, RETAIN_PAY_PAGES, RETAIN_PAY_ROUNDS, STALE_SKIPS_MAX,
 };
 use crate::cost::{
-    ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, REF_NS, estimator_ns, forget_all_ns_max,
+    DROP_ESTIMATE_NS, ESTIMATE_NS_MAX, KEY_NS, MISS_NS, REF_NS, drop_all_estimates_ns_max,
+    estimator_ns,
 };
 use crate::error::{CreateError, NoPool};
 use crate::evict::queue::Queue;
@@ -364,7 +365,7 @@ impl State {
             Refusal::Pool
         } else if self.raw_room() == 0 {
             Refusal::Nursery
-        } else if !self.make_room(freed) {
+        } else if !self.evict_for_put(freed) {
             Refusal::Limit
         } else {
             let entry = Entry::new(cookie, check, content, PAGE_SIZE, false);
@@ -423,7 +424,7 @@ impl State {
     /// bounded number of steps. Returns false if a page still does not fit. The reason is a limit
     /// that is smaller than the charge of a page, or a lowered limit that is far below the tenant's
     /// charge.
-    fn make_room(&mut self, freed: &mut Freed) -> bool {
+    fn evict_for_put(&mut self, freed: &mut Freed) -> bool {
         const RAW_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
         const {
             assert!(
@@ -702,7 +703,7 @@ impl State {
 
     /// Drops up to `pages_max` pages of a range, or a whole object at once. Returns true if more
     /// pages of the range may be left; the caller then calls again. After a call that returns
-    /// false, the caller calls [`forget`](Self::forget).
+    /// false, the caller calls [`drop_estimates`](Self::drop_estimates).
     pub(crate) fn flush(
         &mut self,
         pool: PoolRef,
@@ -737,11 +738,11 @@ impl State {
         true
     }
 
-    /// Returns the largest cost of [`forget`](Self::forget) for this range, in nanoseconds.
-    pub(crate) fn forget_ns_max(&self, Range { index, last, .. }: Range) -> u64 {
+    /// Returns the largest cost of [`drop_estimates`](Self::drop_estimates) for this range, in nanoseconds.
+    pub(crate) fn drop_estimates_ns_max(&self, Range { index, last, .. }: Range) -> u64 {
         match last - index {
-            FLUSH_HASHES_MAX.. => forget_all_ns_max(&self.estimator),
-            others => (others + 1) * (KEY_NS + FORGET_NS),
+            FLUSH_HASHES_MAX.. => drop_all_estimates_ns_max(&self.estimator),
+            others => (others + 1) * (KEY_NS + DROP_ESTIMATE_NS),
         }
     }
 
@@ -749,7 +750,7 @@ impl State {
     /// flushed pages again. Also removes keys of pages in the range that were evicted earlier. The
     /// caller calls this function once for each range, after the pages are dropped. The call may
     /// walk over all keys that the estimator follows.
-    pub(crate) fn forget(
+    pub(crate) fn drop_estimates(
         &mut self,
         pool: PoolRef,
         Range {
@@ -774,7 +775,7 @@ impl State {
 
     /// Frees detached pages (pages that were dropped with their object or pool) in up to `steps`
     /// steps. Returns the number of steps done, where 0 means that no detached page is left.
-    pub(crate) fn reap(&mut self, steps: usize, freed: &mut Freed) -> usize {
+    pub(crate) fn free_detached(&mut self, steps: usize, freed: &mut Freed) -> usize {
         let mut done = 0;
         while done < steps {
             let Some(id) = self.index.any_detached(&mut done, steps) else {

@@ -42,11 +42,11 @@ pub(crate) struct TenantShared {
     owed_bytes: Sum,
     /// Memory in bytes of the tenant's index, eviction policy, estimator and queue of raw pages.
     index_bytes: Sum,
-    /// True if the engine's totals no longer include this tenant, which has departed. A thread sets
-    /// the flag under the tenant's lock.
-    forgotten: AtomicBool,
+    /// True if the engine's totals include this tenant. A thread clears the flag under the tenant's
+    /// lock when the tenant has departed.
+    is_in_totals: AtomicBool,
     /// True if the tenant has detached pages: dropped with their object or pool, and not freed yet.
-    has_dead: AtomicBool,
+    has_detached: AtomicBool,
     /// True if the tenant's queue of raw pages (not finalized yet) is not empty.
     has_raw: AtomicBool,
     /// True if the tenant has retained pages, which a get returned and left in the pool.
@@ -72,8 +72,8 @@ impl TenantShared {
             entitled_bytes: Sum::default(),
             owed_bytes: Sum::default(),
             index_bytes: Sum::default(),
-            forgotten: AtomicBool::new(false),
-            has_dead: AtomicBool::new(false),
+            is_in_totals: AtomicBool::new(true),
+            has_detached: AtomicBool::new(false),
             has_raw: AtomicBool::new(false),
             has_retained: AtomicBool::new(false),
             mismatch_logged: AtomicBool::new(false),
@@ -90,8 +90,8 @@ impl TenantShared {
 
     /// Returns whether the tenant has detached pages: dropped with their object or pool, and not
     /// freed yet.
-    pub(crate) fn has_dead(&self) -> bool {
-        self.has_dead.load(Relaxed)
+    pub(crate) fn has_detached(&self) -> bool {
+        self.has_detached.load(Relaxed)
     }
 
     /// Returns whether the tenant's queue of raw pages (not finalized yet) had entries when a
@@ -128,9 +128,9 @@ impl TenantShared {
 
     /// Removes the departed tenant from the totals. After that, only threads that are still working
     /// on the tenant have references to it.
-    pub(crate) fn forgotten(&self, totals: &Totals) {
+    pub(crate) fn remove_from_totals(&self, totals: &Totals) {
         let _state = self.state();
-        self.forgotten.store(true, Relaxed);
+        self.is_in_totals.store(false, Relaxed);
         totals.index_bytes.sub(self.index_bytes.get());
     }
 
@@ -222,12 +222,14 @@ impl Drop for Locked<'_> {
             return;
         }
         tenant.charged_bytes.set(state.charged_bytes());
-        tenant.has_dead.store(state.index.has_detached(), Relaxed);
+        tenant
+            .has_detached
+            .store(state.index.has_detached(), Relaxed);
         tenant.has_raw.store(state.has_raw(), Relaxed);
         tenant.has_retained.store(state.has_retained(), Relaxed);
         let (before, now) = (tenant.index_bytes.get(), state.bytes());
         tenant.owed_bytes.set(state.owed_bytes(now));
-        if before != now && !tenant.forgotten.load(Relaxed) {
+        if before != now && tenant.is_in_totals.load(Relaxed) {
             tenant.index_bytes.set(now);
             totals.index_bytes.change(before, now);
         }

@@ -67,7 +67,7 @@ fn maintain_reports_the_kind_of_its_work() {
         match work {
             Work::Finalize => own.finalized_compressed + own.finalized_raw,
             Work::Recompress => all.denser_blobs,
-            Work::MakeRoom => all.moved_blobs + own.flushed_pages - all.detached_pages,
+            Work::Reclaim => all.moved_blobs + own.flushed_pages - all.detached_pages,
         }
     };
     let mut changes = [0; 3];

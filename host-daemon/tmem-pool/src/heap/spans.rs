@@ -174,7 +174,7 @@ impl<X: Zeroed> Heap<X> {
 
     /// Gives some of the idle frames above `stay` back to the system. Returns the number of frames
     /// given back.
-    pub(crate) fn trim(&self, stay: u64) -> u64 {
+    pub(crate) fn release_idle_above(&self, stay: u64) -> u64 {
         match self.idle_excess(stay) {
             0 => 0,
             excess => self.release_some(excess),

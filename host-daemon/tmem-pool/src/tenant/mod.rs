@@ -53,7 +53,7 @@ impl TenantOwner {
 impl Drop for TenantOwner {
     fn drop(&mut self) {
         self.lock().clear();
-        self.engine.depart(&self.tenant);
+        self.engine.remove_member(&self.tenant);
     }
 }
 
@@ -263,10 +263,10 @@ impl Tenant {
             let more = state.flush(pool, range, pages_max, &mut freed);
             let dropped_ns = freed.iter().map(drop_ns).sum::<u64>();
             *budget_ns = budget_ns.saturating_sub(dropped_ns);
-            let done = !more && state.forget_ns_max(range) <= *budget_ns;
+            let done = !more && state.drop_estimates_ns_max(range) <= *budget_ns;
             if done {
                 let estimator_before_ns = state.estimator_ns();
-                state.forget(pool, range);
+                state.drop_estimates(pool, range);
                 let keys_ns = match last - index {
                     nr if nr < FLUSH_HASHES_MAX => (nr + 1) * KEY_NS,
                     _ => 0,

@@ -139,7 +139,7 @@ fn destroyed_empty_pools_are_freed_at_once() {
         tenant.destroy_pool(id).unwrap();
         tenant.clear();
     }
-    assert!(!tenant.shared().has_dead());
+    assert!(!tenant.shared().has_detached());
     engine.check_invariants();
 }
 

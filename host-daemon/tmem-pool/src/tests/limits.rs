@@ -352,12 +352,12 @@ fn emptied_pools_are_freed_in_bounded_steps() {
         tenant.destroy_pool(10 + nr).unwrap();
     }
     // The eviction frees the pages of the destroyed pools. It leaves the empty pools themselves for
-    // `reap`.
+    // `free_detached`.
     let (mut state, mut freed) = (tenant.shared().lock(&tenant.engine().totals), Vec::new());
     assert_eq!(state.evict(1, Reason::Pool, &mut freed), 200);
-    assert_eq!(state.reap(16, &mut freed), 16);
+    assert_eq!(state.free_detached(16, &mut freed), 16);
     assert!(state.index.has_detached());
-    while state.reap(16, &mut freed) > 0 {}
+    while state.free_detached(16, &mut freed) > 0 {}
     assert!(!state.index.has_detached());
     drop(state);
     tenant.engine().release_all(freed);

@@ -3,6 +3,7 @@
 //! interface only.
 
 mod charges;
+mod chores;
 mod content;
 mod deferred_freeing;
 mod faults;

@@ -238,7 +238,7 @@ fn retained_pages_of_a_tenant_above_its_entitlement_are_evicted_first() {
     assert!(retaining.shared().excess_bytes() > 0);
     let before = holding.stats().evictions;
     for _ in 0..10 {
-        assert_eq!(engine.evict_one(), 1);
+        assert_eq!(engine.evict(1), 1);
     }
     assert_eq!(
         holding.stats().evictions,
@@ -254,7 +254,7 @@ fn retained_pages_of_a_tenant_above_its_entitlement_are_evicted_first() {
     // As soon as the tenant `retaining` is within its entitlement, it keeps its retained pages, and
     // pages of the tenant `holding` are evicted.
     for _ in 0..60 {
-        assert_eq!(engine.evict_one(), 1);
+        assert_eq!(engine.evict(1), 1);
     }
     assert!(holding.stats().evictions > before);
     assert!(retaining.stats().retained_pages > 0);

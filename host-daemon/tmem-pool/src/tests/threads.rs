@@ -192,8 +192,8 @@ fn concurrent_operations_return_correct_pages() {
     });
 }
 
-/// Calls `forget` as a background worker would that saw no detached pages of a tenant just before
-/// the tenant departed. Departing detaches the tenant's pages, so `forget` must do nothing. A test
+/// Calls `remove_departed` as a background worker would that saw no detached pages of a tenant just before
+/// the tenant departed. Departing detaches the tenant's pages, so the call must do nothing. A test
 /// in `interleavings.rs` covers this case with threads.
 #[test]
 fn a_departed_tenant_is_kept_while_it_has_pages() {
@@ -202,7 +202,7 @@ fn a_departed_tenant_is_kept_while_it_has_pages() {
     assert_eq!(put(&tenant, 1, 1, 1, &noise(1)), PutResult::Stored);
     let departed = Arc::clone(tenant.shared());
     drop(tenant);
-    engine.forget(&departed);
+    engine.remove_departed(&departed);
     let stats = engine.stats();
     assert_eq!((stats.departed_tenants, stats.blobs), (1, 1));
     maintain_all(&engine);

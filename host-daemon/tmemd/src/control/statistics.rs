@@ -262,7 +262,7 @@ pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     // Therefore their sum never exceeds the process's time.
     let background = |work| int(control.background.cpu_time.cpu_ms(work));
     let [finalize, recompress, reclaim] =
-        [Work::Finalize, Work::Recompress, Work::MakeRoom].map(background);
+        [Work::Finalize, Work::Recompress, Work::Reclaim].map(background);
     let requests = int(control.workers.stage().cpu_ms());
     let all_background = int(control.background.stage.cpu_ms());
     let all = int(usage::process_cpu_ms());

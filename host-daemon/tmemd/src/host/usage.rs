@@ -193,13 +193,13 @@ mod tests {
         // The processor time of work that ends with a panic is counted, too.
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut work_time = background.begin();
-            work_time.switch_to(Work::MakeRoom);
+            work_time.switch_to(Work::Reclaim);
             burn(20);
             panic!("a simulated bug");
         }));
         assert!(panicked.is_err());
         assert!(
-            sums()[Work::MakeRoom as usize] > 0 && sums()[Work::Recompress as usize] == recompress
+            sums()[Work::Reclaim as usize] > 0 && sums()[Work::Recompress as usize] == recompress
         );
 
         // While a thread waits, no processor time is counted for it.
