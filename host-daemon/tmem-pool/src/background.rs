@@ -14,7 +14,7 @@ use crate::config::{
 use crate::engine::Engine;
 use crate::heap::{self, FRAME_BYTES};
 use crate::index::entry::Content;
-use crate::state::{Freed, Reason};
+use crate::state::{Freed, RawPage, Reason};
 use crate::tenant_shared::TenantShared;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -292,7 +292,7 @@ impl Engine {
     /// Returns the number of these pages, or None if there was no memory for the final form of one
     /// of them.
     pub(crate) fn finalize(&self, tenant: &TenantShared) -> Option<usize> {
-        let mut work = [(0, 0); FINALIZE_PAGES];
+        let mut work = [RawPage::default(); FINALIZE_PAGES];
         let mut checks = [0; FINALIZE_PAGES];
         let mut nr = 0;
         let mut state = tenant.lock(&self.totals);
@@ -300,13 +300,13 @@ impl Engine {
             self.store.prefetch_content(Content::Raw(blob));
         });
         while nr < FINALIZE_PAGES
-            && let Some((id, blob)) = state.next_raw()
+            && let Some(page) = state.next_raw()
         {
             // Take another reference to the raw blob. It keeps the page's bytes if another thread
             // removes the page before its final form is stored.
-            if self.store.share(blob) {
-                work[nr] = (id, blob);
-                checks[nr] = state.index.entries[id].check;
+            if self.store.share_blob(page.blob) {
+                work[nr] = page;
+                checks[nr] = state.index.entries[page.id].check;
                 nr += 1;
             }
         }
@@ -315,8 +315,8 @@ impl Engine {
             return Some(0);
         }
         let work = &work[..nr];
-        for &(_, blob) in work {
-            self.store.prefetch_raw(blob);
+        for page in work {
+            self.store.prefetch_raw(page.blob);
         }
         let mut finalized = [None; FINALIZE_PAGES];
         let mut buffer = self.background.scratch.take();
@@ -329,7 +329,7 @@ impl Engine {
             let (mut empty, mut full) = (one, two);
             let mut encoded: Option<(usize, Encoded)> = None;
             let complete = |encoded, buffer: &Page| self.store.complete(encoded, buffer);
-            for (nth, (&(_, blob), check)) in work.iter().zip(checks).enumerate() {
+            for (nth, (&RawPage { blob, .. }, check)) in work.iter().zip(checks).enumerate() {
                 // If this page may equal the compressed page that is not stored yet, store that
                 // page first. Only then can this page find and share it.
                 if let Some((before, page)) = encoded
@@ -364,12 +364,12 @@ impl Engine {
         let mut state = tenant.lock(&self.totals);
         // Handle the results in reverse order, so that pages for which there was no memory return
         // to the queue in their old order.
-        for (&(id, blob), finalized) in work.iter().zip(finalized).rev() {
+        for (&page, finalized) in work.iter().zip(finalized).rev() {
             match finalized {
-                Some(finalized) => state.finalize((id, blob), finalized, &mut freed),
-                None => state.raw_again(id, blob),
+                Some(finalized) => state.finalize(page, finalized, &mut freed),
+                None => state.put_raw_back(page),
             }
-            freed.push(Content::Raw(blob));
+            freed.push(Content::Raw(page.blob));
         }
         drop(state);
         self.release_all(freed);

@@ -88,6 +88,53 @@ pub(crate) struct Store {
     pub dense_gain_bytes: Sum,
 }
 
+/// Copy of a page, which is stored raw (uncompressed).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RawCopy {
+    pub blob: u32,
+    /// Check bits of the page's hash.
+    pub check: u32,
+}
+
+/// Access to contents that a get needs while it holds the tenant's lock.
+pub(crate) trait Contents {
+    /// Prefetches the record of a content.
+    fn prefetch(&self, content: Content);
+
+    /// Returns the largest cost of getting a page with this content, in nanoseconds.
+    fn get_ns_max(&self, content: Content) -> u64;
+
+    /// Takes another reference to a content. Returns false if that is impossible.
+    fn share(&self, content: Content) -> bool;
+}
+
+impl Contents for Store {
+    fn prefetch(&self, content: Content) {
+        self.prefetch_content(content);
+    }
+
+    /// Returns the largest cost of getting a page with this content, in nanoseconds. The cost may
+    /// be higher if the sweep recompresses the content with zstd in the meantime.
+    fn get_ns_max(&self, content: Content) -> u64 {
+        match content {
+            Content::Same(_) => GET_SAME_NS,
+            Content::Blob(blob) if self.record(blob).state.load(Relaxed) & DENSE != 0 => {
+                GET_DENSE_NS
+            }
+            Content::Raw(_) | Content::Blob(_) => GET_NS,
+        }
+    }
+
+    /// Takes another reference to the content of a page, and returns false if that is impossible
+    /// ([`Store::share_blob`]). A pattern has no blob, so it needs no reference.
+    fn share(&self, content: Content) -> bool {
+        match content {
+            Content::Same(_) => true,
+            Content::Raw(blob) | Content::Blob(blob) => self.share_blob(blob),
+        }
+    }
+}
+
 /// Result of finalizing a page (deduplication and compression): the form in which the page stays
 /// stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -185,15 +232,14 @@ impl Store {
         self.heap.reserve_pages(blobs, frames_bytes_max)
     }
 
-    /// Stores a page of the domain uncompressed in a reserved blob. Returns the number of the blob,
-    /// to which the caller then owns one reference, and the check bits of the page's hash. Returns
-    /// None if the source cannot copy the page. The blob then is still reserved.
+    /// Stores a page of the domain uncompressed in a reserved blob, to which the caller then owns one
+    /// reference. Returns None if the source cannot copy the page. The blob then is still reserved.
     pub(crate) fn put_raw(
         &self,
         reserved: Handle,
         domain: DomainId,
         page: &dyn PageSource,
-    ) -> Option<(u32, u32)> {
+    ) -> Option<RawCopy> {
         let Handle(blob) = reserved;
         // Hash the copy and not the guest's page, because the guest may change its page in the
         // meantime.
@@ -205,24 +251,16 @@ impl Store {
         // Release: a thread of the sweep that reads this state, and so sees the reference, also
         // sees the other fields of the record.
         record.state.store(1, Release);
-        Some((blob, check_bits(hash)))
+        let check = check_bits(hash);
+        Some(RawCopy { blob, check })
     }
 
     /// Takes another reference to a blob. Returns false if the blob has no reference, or already
     /// has the largest allowed number.
-    pub(crate) fn share(&self, blob: u32) -> bool {
+    pub(crate) fn share_blob(&self, blob: u32) -> bool {
         let more = |state| (1..REFS_MAX).contains(&(state & REFS)).then_some(state + 1);
         let state = &self.record(blob).state;
         state.fetch_update(Acquire, Relaxed, more).is_ok()
-    }
-
-    /// Takes another reference to the content of a page, and returns false if that is impossible
-    /// ([`share`](Self::share)). A pattern has no blob, so it needs no reference.
-    pub(crate) fn share_content(&self, content: Content) -> bool {
-        match content {
-            Content::Same(_) => true,
-            Content::Raw(blob) | Content::Blob(blob) => self.share(blob),
-        }
     }
 
     /// Releases a reference to a blob. The release of the last reference frees the blob's bytes.
@@ -331,18 +369,6 @@ impl Store {
         }
     }
 
-    /// Returns the largest cost of getting a page with this content, in nanoseconds. The cost may
-    /// be higher if the sweep recompresses the content with zstd in the meantime.
-    pub(crate) fn get_ns_max(&self, content: Content) -> u64 {
-        match content {
-            Content::Same(_) => GET_SAME_NS,
-            Content::Blob(blob) if self.record(blob).state.load(Relaxed) & DENSE != 0 => {
-                GET_DENSE_NS
-            }
-            Content::Raw(_) | Content::Blob(_) => GET_NS,
-        }
-    }
-
     /// Restores a page into `out`. Returns an error if the stored bytes do not decode, or if the
     /// hash of the page does not match the check bits. The contents of `out` are then unspecified.
     pub(crate) fn read(
@@ -404,7 +430,7 @@ impl Store {
             }
             // The page does not compress, so its raw blob becomes the final form. Take a reference
             // for that.
-            self.share(raw).then_some(())?;
+            self.share_blob(raw).then_some(())?;
             // In the state of a raw blob, the field for the size at the first compression is 0. An
             // OR with the size, shifted to that field, therefore sets the field.
             let state = &self.record(raw).state;
@@ -494,7 +520,7 @@ impl Store {
         [page, buffer]: &mut [Page; 2],
     ) -> bool {
         // Take a reference, so that no other thread frees the blob while this thread compresses it.
-        if !self.share(blob) {
+        if !self.share_blob(blob) {
             return false;
         }
         let record = self.record(blob);
@@ -537,7 +563,7 @@ impl Store {
         // Take the reference under the lock of the buckets. A thread that releases a blob's last
         // reference takes the blob out of the table before it frees the blob, so the blob found
         // here is not freed.
-        let blob = found.filter(|&blob| self.share(blob))?;
+        let blob = found.filter(|&blob| self.share_blob(blob))?;
         drop(pair);
         self.keep_if_equal(blob, page, other)
     }
@@ -578,7 +604,7 @@ impl Store {
         }
         // Take the reference under the lock of the buckets. Otherwise another thread could
         // release the last reference to the blob and free it.
-        found.filter(|&other| self.share(other))
+        found.filter(|&other| self.share_blob(other))
     }
 
     /// Removes a blob from the table of equal pages, if the table lists it. The caller has released

@@ -14,7 +14,7 @@
 //! # Example
 //!
 //! ```
-//! use tmem_pool::{Engine, EngineConfig, GetResult, Put, PutResult, Quota, TenantSpec, Time};
+//! use tmem_pool::{Engine, EngineConfig, Get, GetResult, Put, PutResult, Quota, TenantSpec, Time};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! // 16 MiB for all tenants. The seed should be random; it keys the hashes.
@@ -36,7 +36,7 @@
 //!
 //! // A get names the cookie that it wants. A hit removes the page.
 //! let (mut out, mut found) = ([[0; tmem_pool::PAGE_SIZE]], [GetResult::Miss]);
-//! let spent = tenant.get(1, 42, 0, &[1001], &mut out, &mut found)?;
+//! let spent = tenant.get(1, &Get::new(42, 0, &[1001]), &mut out, &mut found)?;
 //! assert_eq!(found, [GetResult::Hit { cookie: 1001 }]);
 //! assert_eq!(out[0], page);
 //! // Dropping `spent` frees the stored bytes. A caller answers its guest before it drops `spent`.
@@ -58,7 +58,7 @@
 //! - [`Engine::maintain`] does background work in steps. It finds equal pages, compresses new pages
 //!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A caller
 //!   must call it again and again, or its puts are refused after some time.
-//! - [`Tenant::get_retaining`] may leave pages in the pool, although the guest has them, too. The
+//! - A get may leave pages in the pool, although the guest has them, too ([`Get::retain`]). The
 //!   engine evicts such *retained* pages of a tenant before its other pages. When the guest has
 //!   evicted such a page unchanged, [`Tenant::refer`] ends the retention without a copy.
 //! - [`Engine::resize`] changes, at run time, the memory that the pool may hold.
@@ -148,7 +148,7 @@ pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX, REF_NS_MAX}
 pub use engine::Engine;
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use hash::PageHash;
-pub use request::{GET_PAGES_MAX, GetResult, PageSource, Put, PutResult, Ref};
+pub use request::{GET_PAGES_MAX, Get, GetResult, PageSource, Put, PutResult, Ref};
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{EngineStats, TenantStats};

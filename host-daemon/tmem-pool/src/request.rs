@@ -72,6 +72,35 @@ pub enum PutResult {
     Refused,
 }
 
+/// A get of consecutive pages of one object, one for each cookie.
+#[derive(Clone, Copy, Debug)]
+pub struct Get<'a> {
+    /// Number of the object, usually a file.
+    pub object: u64,
+    /// Number of the first page within the object.
+    pub index: u64,
+    /// Cookies with which the pages were put, at most [`GET_PAGES_MAX`].
+    pub cookies: &'a [u64],
+    /// Bit mask: if bit n is 1, the engine may retain page n, that is, leave it in the pool although
+    /// it returns the page. The engine decides this for each page.
+    pub retain: u64,
+    /// Largest cost of the get in nanoseconds. The get ends before a page that could exceed it.
+    pub budget_ns: u64,
+}
+
+impl<'a> Get<'a> {
+    /// Returns a get without a budget that retains no page.
+    pub fn new(object: u64, index: u64, cookies: &'a [u64]) -> Get<'a> {
+        Get {
+            object,
+            index,
+            cookies,
+            retain: 0,
+            budget_ns: u64::MAX,
+        }
+    }
+}
+
 /// Result for one page of a get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GetResult {

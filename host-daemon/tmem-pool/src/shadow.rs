@@ -5,12 +5,12 @@
 //! `tmem-bench policies` sends the requests of a trace to a shadow tenant. Unlike in the engine, a
 //! page has its final size at once, and dropped pages are freed at once.
 
-use crate::blob::Finalized;
+use crate::blob::{Contents, Finalized};
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::index::Chunks;
 use crate::index::entry::Content;
-use crate::request::GetResult;
-use crate::state::{Freed, NewPage, Range, Reason, State, Taken, Wanted};
+use crate::request::{Get, GetResult, Ref};
+use crate::state::{Freed, NewPage, Range, Reason, State, Taken};
 use crate::stats::TenantStats;
 use std::io;
 use std::sync::Arc;
@@ -26,6 +26,21 @@ impl ShadowMemory {
     /// The system does not provide the address space.
     pub fn reserve(bytes_max: u64) -> io::Result<ShadowMemory> {
         Ok(ShadowMemory(Arc::new(Chunks::reserve(bytes_max)?)))
+    }
+}
+
+/// The contents of pages that have none: they cost nothing and need no references.
+struct NoContents;
+
+impl Contents for NoContents {
+    fn prefetch(&self, _: Content) {}
+
+    fn get_ns_max(&self, _: Content) -> u64 {
+        0
+    }
+
+    fn share(&self, _: Content) -> bool {
+        true
     }
 }
 
@@ -104,16 +119,12 @@ impl ShadowTenant {
         let Ok(pool) = self.0.pool(pool) else {
             return GetResult::Miss;
         };
-        let wanted = Wanted {
-            object,
-            index,
-            cookies: &[0],
+        let get = Get {
             retain: retain.into(),
-            budget_ns: u64::MAX,
+            ..Get::new(object, index, &[0])
         };
         let mut taken = [None];
-        self.0
-            .take(pool, &wanted, &mut taken, |_| {}, |_| 0, |_| true);
+        self.0.take(pool, &get, &mut taken, &NoContents);
         match taken[0] {
             None => GetResult::Miss,
             Some(Taken { retained: true, .. }) => GetResult::Retained { cookie: 0 },
@@ -133,7 +144,12 @@ impl ShadowTenant {
         let Ok(pool) = self.0.pool(pool) else {
             return false;
         };
-        self.0.refer(pool, object, index, 0)
+        let page = Ref {
+            object,
+            index,
+            cookie: 0,
+        };
+        self.0.refer(pool, &page)
     }
 
     /// Drops `nr_pages` pages of an object, beginning with page `index`. With None, drops all pages

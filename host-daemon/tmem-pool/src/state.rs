@@ -8,7 +8,7 @@
 //! pools and whole tenants may have many pages, so they are detached (made unreachable) in one
 //! step, and their pages are removed later in small steps.
 
-use crate::blob::Finalized;
+use crate::blob::{Contents, Finalized};
 use crate::config::PolicyKind;
 use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
@@ -23,7 +23,7 @@ use crate::evict::queue::Queue;
 use crate::evict::{self, Arrival, Leave, Policy};
 use crate::index::entry::{Content, Entry};
 use crate::index::{Chunks, Entries, Id, Index, Key, PoolRef};
-use crate::request::GET_PAGES_MAX;
+use crate::request::{GET_PAGES_MAX, Get, Put, Ref};
 use crate::stats::{Counters, TenantStats};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ pub(crate) struct State {
     retain_unpaid_pages: u64,
     /// Queue of the entries that were put as raw (uncompressed) pages, with their blobs, the oldest
     /// first. Some of the pages may have been removed or finalized since.
-    raw: VecDeque<(Id, u32)>,
+    raw: VecDeque<RawPage>,
     pub raw_max: u32,
     pub limit_bytes: u64,
     pub estimator: Estimator<Key>,
@@ -108,19 +108,6 @@ pub(crate) struct NewPage {
     pub key_hash: u64,
 }
 
-/// Consecutive pages of an object that a get requests, one for each cookie. The number of the last
-/// page must not exceed u64::MAX.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted<'a> {
-    pub object: u64,
-    pub index: u64,
-    pub cookies: &'a [u64],
-    /// Bit mask: bit n is 1 if the get may leave page n in the pool as a retained page.
-    pub retain: u64,
-    /// Largest cost of the get in nanoseconds. The get ends before a page that could exceed it.
-    pub budget_ns: u64,
-}
-
 /// A page that a get has found. The get then reads the page's stored content without the lock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taken {
@@ -131,6 +118,14 @@ pub(crate) struct Taken {
     pub was_retained: bool,
     /// True if this get leaves the page in the pool as a retained page.
     pub retained: bool,
+}
+
+/// Entry of the queue of raw pages: a page that was put, and the blob in which it was stored raw
+/// (uncompressed). The page may have been removed or finalized since.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RawPage {
+    pub id: Id,
+    pub blob: u32,
 }
 
 /// References to stored contents that the caller has to release after it has released the tenant's
@@ -198,7 +193,7 @@ impl State {
     /// Returns the memory in bytes of the tenant's index, eviction policy, estimator and queue of
     /// raw pages.
     pub(crate) fn bytes(&self) -> u64 {
-        let raw = self.raw.capacity() * size_of::<(Id, u32)>();
+        let raw = self.raw.capacity() * size_of::<RawPage>();
         self.index.bytes() + self.policy.bytes() + self.estimator.bytes() + raw as u64
     }
 
@@ -375,7 +370,7 @@ impl State {
                     workingset,
                 };
                 self.policy.insert(&mut self.index.entries, id, arrival);
-                self.raw.push_back((id, blob));
+                self.raw.push_back(RawPage { id, blob });
                 return true;
             }
             Refusal::Keys
@@ -403,13 +398,13 @@ impl State {
     pub(crate) fn refuse(
         &mut self,
         pool: PoolRef,
-        (object, index): (u64, u64),
+        put: &Put<'_>,
         refusal: Refusal,
         freed: &mut Freed,
     ) {
         self.counters.puts += 1;
         self.count_refused(refusal);
-        self.drop_page(pool, object, index, freed);
+        self.drop_page(pool, put.object, put.index, freed);
     }
 
     fn drop_page(&mut self, pool: PoolRef, object: u64, index: u64, freed: &mut Freed) {
@@ -449,34 +444,31 @@ impl State {
     /// cost could exceed the budget. It returns the number of pages looked up, hits and misses. A
     /// found page counts as a hit. If it turns out to be damaged, the caller corrects the counters.
     ///
-    /// A page whose bit in `wanted.retain` is set may stay as a retained page. Its entry then keeps
-    /// its reference to the contents, and `share` takes another reference for the caller. `share`
-    /// returns false if it cannot take one; then the page is removed.
+    /// A page whose bit in `get.retain` is set may stay as a retained page. Its entry then keeps
+    /// its reference to the contents, and the call takes another reference for the caller. If it
+    /// cannot take one, it removes the page.
     ///
     /// The call reads the records of all pages in steps. In each step, it prefetches for all pages
     /// what the next step reads, so that the processor loads the records of several pages at the
-    /// same time. `prefetch` prefetches the record of a content. `get_ns_max` returns the largest
-    /// cost of getting a page with this content.
+    /// same time.
     pub(crate) fn take(
         &mut self,
         pool: PoolRef,
-        wanted: &Wanted<'_>,
+        get: &Get<'_>,
         taken: &mut [Option<Taken>],
-        prefetch: impl Fn(Content),
-        get_ns_max: impl Fn(Content) -> u64,
-        share: impl Fn(Content) -> bool,
+        contents: &impl Contents,
     ) -> usize {
         let mut ids: [Id; GET_PAGES_MAX] = [0; GET_PAGES_MAX];
-        let ids = &mut ids[..wanted.cookies.len()];
+        let ids = &mut ids[..get.cookies.len()];
         // Hashes of the keys of pages that have an entry.
         let mut key_hashes = [0; GET_PAGES_MAX];
         self.index
-            .find_consecutive(pool, wanted.object, wanted.index, ids);
+            .find_consecutive(pool, get.object, get.index, ids);
         ids.iter().for_each(|&id| self.index.entries.prefetch(id));
         for (nth, &id) in ids.iter().enumerate().filter(|&(_, &id)| id != 0) {
             let entry = &self.index.entries[id];
-            prefetch(entry.content());
-            key_hashes[nth] = self.prefetch_put(pool, wanted.object, wanted.index + nth as u64);
+            contents.prefetch(entry.content());
+            key_hashes[nth] = self.prefetch_put(pool, get.object, get.index + nth as u64);
             // Prefetch the entries before and after this entry in its queue, because removing this
             // entry changes their links. Those of the same leaf are probably wanted pages, too.
             for neighbour in [entry.prev, entry.next] {
@@ -489,12 +481,12 @@ impl State {
         let used_pages = self.index.gauges.pages.into();
         let estimator_before_ns = self.estimator_ns();
         let (mut cost_ns, mut done, mut hits) = (0, 0, 0);
-        for ((&id, &cookie), taken) in ids.iter().zip(wanted.cookies).zip(taken) {
+        for ((&id, &cookie), taken) in ids.iter().zip(get.cookies).zip(taken) {
             let entry = (id != 0).then(|| &self.index.entries[id]);
             let held = entry.filter(|entry| entry.cookie == cookie).cloned();
             let was_retained = held.as_ref().is_some_and(Entry::is_retained);
             cost_ns += match &held {
-                Some(entry) => get_ns_max(entry.content()),
+                Some(entry) => contents.get_ns_max(entry.content()),
                 None => MISS_NS,
             };
             cost_ns += if was_retained { REF_NS } else { 0 };
@@ -502,12 +494,12 @@ impl State {
             // that the guest should have sent, and then for the get itself.
             let estimates_ns_max = (1 + u64::from(was_retained)) * ESTIMATE_NS_MAX;
             let estimator_ns = self.estimator_ns() - estimator_before_ns;
-            if cost_ns + estimator_ns + estimates_ns_max > wanted.budget_ns {
+            if cost_ns + estimator_ns + estimates_ns_max > get.budget_ns {
                 break;
             }
             self.counters.cookie_mismatches += u64::from(id != 0 && held.is_none());
-            let index = wanted.index + done as u64;
-            let key = self.index.key_of(pool, wanted.object, index);
+            let index = get.index + done as u64;
+            let key = self.index.key_of(pool, get.object, index);
             let key_hash = match id {
                 0 => self.index.key_hash(key),
                 _ => key_hashes[done],
@@ -522,7 +514,7 @@ impl State {
                     self.end_retention(id, key, key_hash);
                 }
                 let retained =
-                    wanted.retain >> done & 1 != 0 && self.may_retain() && share(content);
+                    get.retain >> done & 1 != 0 && self.may_retain() && contents.share(content);
                 if retained {
                     self.retain(id, key_hash);
                     self.counters.retains += 1;
@@ -597,7 +589,15 @@ impl State {
     /// Executes a reference (REF), by which the guest reports that it has evicted a page unchanged.
     /// Returns true if the pool has the page with this cookie; the page is not retained any more.
     /// Leaves a page with another cookie unchanged, and returns false.
-    pub(crate) fn refer(&mut self, pool: PoolRef, object: u64, index: u64, cookie: u64) -> bool {
+    pub(crate) fn refer(
+        &mut self,
+        pool: PoolRef,
+        &Ref {
+            object,
+            index,
+            cookie,
+        }: &Ref,
+    ) -> bool {
         self.counters.refs += 1;
         let id = self.index.find(pool, object, index);
         let key = self.index.key_of(pool, object, index);
@@ -618,13 +618,16 @@ impl State {
         true
     }
 
-    /// Drops the page with this key and cookie. Returns the page's content, or None if there is no
-    /// such page.
-    pub(crate) fn drop_cookie(
+    /// Drops the page with the key and cookie of a reference. Returns the page's content, or None if
+    /// there is no such page.
+    pub(crate) fn drop_ref(
         &mut self,
         pool: PoolRef,
-        (object, index): (u64, u64),
-        cookie: u64,
+        &Ref {
+            object,
+            index,
+            cookie,
+        }: &Ref,
     ) -> Option<Content> {
         let id = self.index.find(pool, object, index);
         if id == 0 || self.index.entries[id].cookie != cookie {
@@ -804,19 +807,19 @@ impl State {
     /// Prefetches the entries of the first raw pages in the queue into the cache. Calls `blob` with
     /// the blob that the queue names for each of these entries.
     pub(crate) fn prefetch_raw(&self, pages: usize, blob: impl Fn(u32)) {
-        for &(id, raw) in self.raw.iter().take(pages) {
-            self.index.entries.prefetch(id);
-            blob(raw);
+        for raw in self.raw.iter().take(pages) {
+            self.index.entries.prefetch(raw.id);
+            blob(raw.blob);
         }
     }
 
     /// Removes entries from the head of the queue of raw pages, up to and including the first that
-    /// is still a raw page. Returns that entry and its blob, or None if no raw page is left. The
-    /// entry keeps its reference to the blob.
-    pub(crate) fn next_raw(&mut self) -> Option<(Id, u32)> {
-        while let Some((id, blob)) = self.raw.pop_front() {
-            if self.is_raw(id, blob) {
-                return Some((id, blob));
+    /// is still a raw page. Returns that page, or None if no raw page is left. The entry keeps its
+    /// reference to the blob.
+    pub(crate) fn next_raw(&mut self) -> Option<RawPage> {
+        while let Some(page) = self.raw.pop_front() {
+            if self.is_raw(page) {
+                return Some(page);
             }
         }
         self.raw.shrink_to(64);
@@ -825,14 +828,14 @@ impl State {
 
     /// Returns a raw page to the head of the queue of raw pages, because there was no memory for
     /// its final form.
-    pub(crate) fn raw_again(&mut self, id: Id, blob: u32) {
-        self.raw.push_front((id, blob));
+    pub(crate) fn put_raw_back(&mut self, page: RawPage) {
+        self.raw.push_front(page);
     }
 
-    /// Returns whether the entry `id` is a raw page with this blob. The entry may by now belong to
+    /// Returns whether the entry is still a raw page with this blob. The entry may by now belong to
     /// another raw page, whose blob has the same number by chance. Finalizing that page instead is
     /// correct as well.
-    fn is_raw(&self, id: Id, blob: u32) -> bool {
+    fn is_raw(&self, RawPage { id, blob }: RawPage) -> bool {
         self.index
             .entries
             .get(id)
@@ -841,22 +844,17 @@ impl State {
 
     /// Stores the final form (the result of deduplication and compression) of a raw page in its
     /// entry. If the page was removed or is no longer raw, adds the final form to `freed` instead.
-    pub(crate) fn finalize(
-        &mut self,
-        (id, blob): (Id, u32),
-        finalized: Finalized,
-        freed: &mut Freed,
-    ) {
+    pub(crate) fn finalize(&mut self, page: RawPage, finalized: Finalized, freed: &mut Freed) {
         let Finalized {
             content,
             stored_bytes,
             shared,
         } = finalized;
-        if !self.is_raw(id, blob) {
+        if !self.is_raw(page) {
             freed.push(content);
             return;
         }
-        freed.push(Content::Raw(blob));
+        freed.push(Content::Raw(page.blob));
         let counters = &mut self.counters;
         *match content {
             Content::Same(_) => &mut counters.finalized_same_filled,
@@ -864,8 +862,9 @@ impl State {
             _ if stored_bytes == PAGE_SIZE => &mut counters.finalized_raw,
             _ => &mut counters.finalized_compressed,
         } += 1;
-        self.index
-            .change(id, |entry| entry.set_content(content, stored_bytes, shared));
+        self.index.change(page.id, |entry| {
+            entry.set_content(content, stored_bytes, shared)
+        });
     }
 }
 

@@ -9,8 +9,8 @@
 
 use std::sync::Arc;
 use tmem_pool::{
-    Engine, EngineConfig, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec,
-    TenantStats, Time,
+    Engine, EngineConfig, Get, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant,
+    TenantSpec, TenantStats, Time,
 };
 
 const MIB: u64 = 1 << 20;
@@ -94,7 +94,7 @@ fn get(tenant: &Tenant, index: u64) -> (GetResult, Page, u64) {
     let (mut result, mut out) = ([GetResult::Miss], [[0; PAGE_SIZE]]);
     let cookie = [index + 1];
     let spent = tenant
-        .get(1, 1, index, &cookie, &mut out, &mut result)
+        .get(1, &Get::new(1, index, &cookie), &mut out, &mut result)
         .unwrap();
     let cost_ns = spent.cost_ns();
     drop(spent);

@@ -7,8 +7,8 @@ mod common;
 use common::tenant;
 use std::sync::Arc;
 use tmem_pool::{
-    CreateError, Engine, GetResult, NoPool, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page, Put, PutResult,
-    Tenant, Time,
+    CreateError, Engine, Get, GetResult, NoPool, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page, Put,
+    PutResult, Tenant, Time,
 };
 
 fn new_engine() -> Arc<Engine> {
@@ -47,7 +47,7 @@ fn put(tenant: &Tenant, index: u64, cookie: u64, page: &Page) -> PutResult {
 fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
     let (mut out, mut results) = ([[0xaa; PAGE_SIZE]], [GetResult::Miss]);
     tenant
-        .get(1, 5, index, &[cookie], &mut out, &mut results)
+        .get(1, &Get::new(5, index, &[cookie]), &mut out, &mut results)
         .unwrap();
     match results[0] {
         GetResult::Hit { cookie: stored } => {
@@ -115,7 +115,7 @@ fn each_page_of_a_get_has_its_own_result() {
     let mut out = [[0; PAGE_SIZE]; 4];
     let mut results = [GetResult::Hit { cookie: 99 }; 4];
     tenant
-        .get(1, 5, 9, &[7, 1, 2, 3], &mut out, &mut results)
+        .get(1, &Get::new(5, 9, &[7, 1, 2, 3]), &mut out, &mut results)
         .unwrap();
     let hit = |cookie| GetResult::Hit { cookie };
     assert_eq!(results, [GetResult::Miss, hit(1), GetResult::Miss, hit(3)]);
@@ -123,7 +123,12 @@ fn each_page_of_a_get_has_its_own_result() {
     // Request pages beyond the page number u64::MAX. There are no such pages, so the get reports
     // misses.
     tenant
-        .get(1, 5, u64::MAX - 1, &[4, 4, 4, 4], &mut out, &mut results)
+        .get(
+            1,
+            &Get::new(5, u64::MAX - 1, &[4, 4, 4, 4]),
+            &mut out,
+            &mut results,
+        )
         .unwrap();
     assert_eq!(
         results,
@@ -203,7 +208,8 @@ fn a_tenant_cannot_reach_pools_of_another_tenant() {
     assert_eq!(put_results, [PutResult::Refused]);
     let (mut out, mut results) = ([text], [GetResult::Hit { cookie: 1 }]);
     assert_eq!(
-        a.get(2, 5, 0, &[1], &mut out, &mut results).err(),
+        a.get(2, &Get::new(5, 0, &[1]), &mut out, &mut results)
+            .err(),
         Some(NoPool)
     );
     assert_eq!(results, [GetResult::Miss]);

@@ -8,7 +8,7 @@ mod common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use tmem_pool::{Engine, GetResult, PAGE_SIZE, Put, PutResult, SecretPages, Tenant, Time};
+use tmem_pool::{Engine, Get, GetResult, PAGE_SIZE, Put, PutResult, SecretPages, Tenant, Time};
 
 /// Inverted bits of the needle. The needle is a sequence of bytes that each page of the test
 /// contains. The test searches for it in the memory of the process. zstd stores the needle
@@ -177,9 +177,7 @@ fn zstd_leaves_no_copies_of_page_bytes_in_memory() {
         let mut results = [GetResult::Miss];
         let spent = tenant.get(
             1,
-            1,
-            index as u64,
-            &[1],
+            &Get::new(1, index as u64, &[1]),
             std::slice::from_mut(out),
             &mut results,
         );

@@ -4,7 +4,8 @@
 
 use std::sync::Arc;
 use tmem_pool::{
-    Engine, EngineConfig, GetResult, Page, Put, PutResult, Quota, Spent, Tenant, TenantSpec, Time,
+    Engine, EngineConfig, Get, GetResult, Page, Put, PutResult, Quota, Spent, Tenant, TenantSpec,
+    Time,
 };
 
 /// Largest number of pages in a batch, as in a request of a guest.
@@ -137,9 +138,7 @@ impl Guest {
         let results = &mut results[..out.len()];
         let spent = self.0.get(
             POOL,
-            object,
-            first as u64,
-            &cookies[..out.len()],
+            &Get::new(object, first as u64, &cookies[..out.len()]),
             out,
             results,
         );

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use tmem_pool::{GetResult, Put, PutResult, Tenant, TenantStats};
+use tmem_pool::{Get, GetResult, Put, PutResult, Tenant, TenantStats};
 use tmem_testing::HeadlessDaemon;
 use tmemd::events::bus::{Events, Subscription};
 use tmemd::parts::{
@@ -276,7 +276,7 @@ impl Base {
             let cookie = index + 1;
             let (pages, results) = (&mut page, &mut result);
             let tenant = &self.neighbour;
-            let got = tenant.get(POOL, OBJECT, index, &[cookie], pages, results);
+            let got = tenant.get(POOL, &Get::new(OBJECT, index, &[cookie]), pages, results);
             drop(got.expect("the neighbour VM has lost its pool"));
             assert_eq!(
                 result,

@@ -9,8 +9,8 @@ use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS, MISS_NS, REF_NS};
 use crate::error::NoPool;
 use crate::index::PoolRef;
 use crate::index::entry::Content;
-use crate::request::{GET_PAGES_MAX, GetResult};
-use crate::state::{Taken, Wanted};
+use crate::request::{GET_PAGES_MAX, Get, GetResult, Ref};
+use crate::state::Taken;
 
 /// Number of stored pages whose first bytes a get prefetches together. An access to an address that
 /// is not in the TLB waits for a page walk, but the processor does several page walks at the same
@@ -52,33 +52,16 @@ impl Drop for Spent<'_> {
 }
 
 impl Tenant {
-    /// Gets consecutive pages of one object, beginning with page `index`, one for each cookie.
-    /// `cookies`, `out` and `results` must have the same length. A hit removes the page from the
-    /// pool. For a miss, the contents of the page in `out` are unspecified. The get compares the
-    /// restored bytes with the hash of the bytes that were put. If they differ, the result is a
-    /// miss, which is counted in `hash_mismatches`.
+    /// Gets consecutive pages of one object. The cookies of the request, `out` and `results` must
+    /// have the same length. A hit removes the page from the pool, or retains it. For a miss, the
+    /// contents of the page in `out` are unspecified. The get compares the restored bytes with the
+    /// hash of the bytes that were put. If they differ, the result is a miss, which is counted in
+    /// `hash_mismatches`.
     ///
-    /// # Errors
-    /// The tenant has no such pool; then all results are `Miss`.
-    ///
-    /// # Panics
-    /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
-    pub fn get(
-        &self,
-        pool: u32,
-        object: u64,
-        index: u64,
-        cookies: &[u64],
-        out: &mut [Page],
-        results: &mut [GetResult],
-    ) -> Result<Spent<'_>, NoPool> {
-        self.get_some(pool, (object, index), cookies, out, results, u64::MAX)
-    }
-
-    /// Does a [`get`](Self::get) of as many pages as cost at most `budget_ns` nanoseconds, computed
-    /// from the constants of `cost.rs`. It is for threads that have to serve other VMs in between.
-    /// [`Spent::pages`] returns the number of pages handled. The get neither looks up nor removes
-    /// further pages, and their result is `Miss`. With a budget of
+    /// The get handles as many pages as cost at most [`budget_ns`](Get::budget_ns), computed from
+    /// the constants of `cost.rs`. The budget is for threads that have to serve other VMs in
+    /// between. [`Spent::pages`] returns the number of pages handled. The get neither looks up nor
+    /// removes further pages, and their result is `Miss`. With a budget of
     /// [`GET_NS_MAX`](crate::GET_NS_MAX) or more, a call handles at least one page.
     ///
     /// In two cases a get may cost more than the budget, because the cost of a page is estimated
@@ -91,39 +74,16 @@ impl Tenant {
     ///
     /// # Panics
     /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
-    pub fn get_some(
+    pub fn get(
         &self,
         pool: u32,
-        (object, index): (u64, u64),
-        cookies: &[u64],
+        get: &Get<'_>,
         out: &mut [Page],
         results: &mut [GetResult],
-        budget_ns: u64,
-    ) -> Result<Spent<'_>, NoPool> {
-        let asked = (cookies, 0);
-        self.get_retaining(pool, (object, index), asked, out, results, budget_ns)
-    }
-
-    /// Does a [`get_some`](Self::get_some) that may retain pages, that is, leave pages that it
-    /// returns in the pool. If bit n of `retain` is 1, the engine may retain page n. The engine
-    /// decides this for each page.
-    ///
-    /// # Errors
-    /// The tenant has no such pool; then all results are `Miss`.
-    ///
-    /// # Panics
-    /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
-    pub fn get_retaining(
-        &self,
-        pool: u32,
-        (object, index): (u64, u64),
-        (cookies, retain): (&[u64], u64),
-        out: &mut [Page],
-        results: &mut [GetResult],
-        budget_ns: u64,
     ) -> Result<Spent<'_>, NoPool> {
         // The mask `retain` must have a bit for each page of a get.
         const { assert!(GET_PAGES_MAX <= u64::BITS as usize) };
+        let cookies = get.cookies;
         assert!(
             cookies.len() == out.len() && cookies.len() == results.len(),
             "a get has {} cookies, {} pages and {} results",
@@ -131,29 +91,22 @@ impl Tenant {
             out.len(),
             results.len()
         );
-        let TenantOwner { engine, tenant } = &*self.0;
-        let store = &engine.store;
+        let store = &self.0.engine.store;
         results.fill(GetResult::Miss);
         // Leave out cookies of pages beyond the page number u64::MAX, because there are no such
         // pages.
-        let nr = (u64::MAX - index)
+        let nr = (u64::MAX - get.index)
             .saturating_add(1)
             .min(cookies.len() as u64) as usize;
         let mut taken = [None; GET_PAGES_MAX];
-        let wanted = Wanted {
-            object,
-            index,
+        let get = Get {
             cookies: &cookies[..nr],
-            retain,
-            budget_ns,
+            ..*get
         };
         let mut state = self.0.lock();
         let pool = state.pool(pool)?;
         let estimator_before_ns = state.estimator_ns();
-        let prefetch = |content| store.prefetch_content(content);
-        let get_ns_max = |content| store.get_ns_max(content);
-        let share = |content| store.share_content(content);
-        let looked_up = state.take(pool, &wanted, &mut taken[..nr], prefetch, get_ns_max, share);
+        let looked_up = state.take(pool, &get, &mut taken[..nr], store);
         let estimator_ns = state.estimator_ns() - estimator_before_ns;
         drop(state);
 
@@ -168,15 +121,37 @@ impl Tenant {
             },
             cost_ns: estimator_ns,
         };
+        let mismatches = self.restore(pool, &get, &taken[..looked_up], out, results, &mut spent);
+        if mismatches > 0 {
+            let counters = &mut self.0.lock().counters;
+            counters.hits -= mismatches;
+            counters.hash_mismatches += mismatches;
+        }
+        Ok(spent)
+    }
+
+    /// Restores the pages of a get that were found, and sets their results. Adds their contents and
+    /// their cost to `spent`. Returns the number of pages that do not match their hash, which are
+    /// misses.
+    fn restore(
+        &self,
+        pool: PoolRef,
+        get: &Get<'_>,
+        taken: &[Option<Taken>],
+        out: &mut [Page],
+        results: &mut [GetResult],
+        spent: &mut Spent<'_>,
+    ) -> u64 {
+        let TenantOwner { engine, tenant } = &*self.0;
+        let store = &engine.store;
         // Open the readers of all pages before the first page is read. An open reader keeps its
         // page in place. Opening a reader is an atomic access. If it came after the copy of another
         // page, it would wait until the copied bytes have reached memory.
-        let taken = &taken[..looked_up];
         let mut readers = [const { None }; GET_PAGES_MAX];
         for (reader, taken) in readers.iter_mut().zip(taken) {
             *reader = taken.map(|Taken { content, .. }| store.reader(content));
         }
-        let mut ahead = readers[..looked_up].chunks(GET_TOGETHER);
+        let mut ahead = readers[..taken.len()].chunks(GET_TOGETHER);
         let mut fetch = || {
             let next = ahead.next().unwrap_or_default();
             next.iter().flatten().for_each(Reader::prefetch);
@@ -197,17 +172,22 @@ impl Tenant {
                 was_retained,
                 retained,
             } = taken;
+            let page = Ref {
+                object: get.object,
+                index: get.index + i as u64,
+                cookie: get.cookies[i],
+            };
             if store.read(reader, check, &mut out[i]).is_ok() {
-                let cookie = cookies[i];
+                let cookie = page.cookie;
                 results[i] = match retained {
                     false => GetResult::Hit { cookie },
                     true => GetResult::Retained { cookie },
                 };
             } else {
-                tenant.log_mismatch(object, index + i as u64);
+                tenant.log_mismatch(page.object, page.index);
                 mismatches += 1;
                 if retained {
-                    self.drop_damaged(pool, (object, index + i as u64), cookies[i]);
+                    self.drop_damaged(pool, &page);
                 }
             }
             spent.cost_ns += match reader {
@@ -219,23 +199,18 @@ impl Tenant {
             spent.contents[spent.nr] = content;
             spent.nr += 1;
         }
-        if mismatches > 0 {
-            let counters = &mut self.0.lock().counters;
-            counters.hits -= mismatches;
-            counters.hash_mismatches += mismatches;
-        }
-        Ok(spent)
+        mismatches
     }
 
     /// Drops a retained page whose bytes do not match its hash.
-    fn drop_damaged(&self, pool: PoolRef, key: (u64, u64), cookie: u64) {
+    fn drop_damaged(&self, pool: PoolRef, page: &Ref) {
         let mut state = self.0.lock();
         if !state.index.is_live(pool) {
             return;
         }
         // If another thread has removed the page in the meantime, that thread has already counted
         // the removal.
-        if let Some(content) = state.drop_cookie(pool, key, cookie) {
+        if let Some(content) = state.drop_ref(pool, page) {
             state.counters.retains -= 1;
             drop(state);
             self.0.engine.store.release_content(content);

@@ -166,7 +166,7 @@ impl Tenant {
             }
             let estimator_before_ns = state.estimator_ns();
             for (page, held) in refs.iter().zip(group_held) {
-                *held = state.refer(pool, page.object, page.index, page.cookie);
+                *held = state.refer(pool, page);
             }
             cost_ns += state.estimator_ns() - estimator_before_ns;
         }
@@ -190,8 +190,7 @@ impl Tenant {
                 break;
             }
             for page in refs {
-                let key = (page.object, page.index);
-                freed.extend(state.drop_cookie(pool, key, page.cookie));
+                freed.extend(state.drop_ref(pool, page));
             }
             state.counters.refs += refs.len() as u64;
             state.counters.flushed_pages += freed.len() as u64;

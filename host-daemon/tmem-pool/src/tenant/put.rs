@@ -2,7 +2,7 @@
 //! Puts: a put copies pages into the pool and adds their keys to the tenant's index.
 
 use super::Tenant;
-use crate::blob::Store;
+use crate::blob::{RawCopy, Store};
 use crate::config::{EVICTIONS_PER_PUT_PAGE, PUT_GROUP_PAGES};
 use crate::cost::{EVICT_NS, PUT_NS, REFUSE_NS};
 use crate::error::NoPool;
@@ -17,8 +17,8 @@ use crate::state::{Freed, NewPage, Refusal};
 struct Copies<'a> {
     store: &'a Store,
     blobs: &'a [Handle],
-    /// Number of the blob and check bits of each page. None for a page that is not copied.
-    raw: [Option<(u32, u32)>; PUT_GROUP_PAGES],
+    /// Copy of each page. None for a page that is not copied.
+    raw: [Option<RawCopy>; PUT_GROUP_PAGES],
     kept: bool,
 }
 
@@ -34,7 +34,7 @@ impl<'a> Copies<'a> {
 
     /// Returns the copies, to whose blobs the caller then owns references. Frees the blobs of pages
     /// that are not copied.
-    fn keep(mut self) -> [Option<(u32, u32)>; PUT_GROUP_PAGES] {
+    fn keep(mut self) -> [Option<RawCopy>; PUT_GROUP_PAGES] {
         self.kept = true;
         self.raw
     }
@@ -45,11 +45,18 @@ impl Drop for Copies<'_> {
         for (&reserved, copy) in self.blobs.iter().zip(self.raw) {
             match copy {
                 None => self.store.heap.free(reserved),
-                Some((blob, _)) if !self.kept => self.store.release(blob),
+                Some(RawCopy { blob, .. }) if !self.kept => self.store.release(blob),
                 Some(_) => {}
             }
         }
     }
+}
+
+/// Result of storing a group of pages.
+struct StoredGroup {
+    cost_ns: u64,
+    /// Number of raw pages that the tenant may add after this group.
+    raw_room: usize,
 }
 
 impl Tenant {
@@ -87,32 +94,41 @@ impl Tenant {
             "put() was called with different numbers of pages and results"
         );
         results.fill(PutResult::Refused);
-        let pool = self.0.lock().pool(pool)?;
+        let state = self.0.lock();
+        let pool = state.pool(pool)?;
+        let mut raw_room = state.raw_room();
+        drop(state);
         let groups = pages
             .chunks(PUT_GROUP_PAGES)
             .zip(results.chunks_mut(PUT_GROUP_PAGES));
         let mut cost_ns = 0;
         for (pages, group_results) in groups {
-            let Some(group_ns) = self.put_group(pool, pages, group_results) else {
+            let Some(group) = self.put_group(pool, raw_room, pages, group_results) else {
                 results.fill(PutResult::Refused);
                 return Err(NoPool);
             };
-            cost_ns += group_ns;
+            cost_ns += group.cost_ns;
+            raw_room = group.raw_room;
         }
         Ok(cost_ns)
     }
 
-    /// Stores a group of up to [`PUT_GROUP_PAGES`] pages of a put. Returns the cost in nanoseconds,
-    /// or None if the pool was destroyed.
+    /// Stores a group of up to [`PUT_GROUP_PAGES`] pages of a put. Copies at most `raw_room` pages,
+    /// the number that the tenant may add to its raw pages, and refuses further pages. Returns None
+    /// if the pool was destroyed.
+    ///
+    /// A put takes the tenant's lock once before its first group, for `raw_room`, and once for each
+    /// group. One acquisition does not suffice: the number of pages to copy must be known before the
+    /// copying, and no lock may be held during it, because a [`PageSource`](crate::PageSource) may
+    /// wait.
     fn put_group(
         &self,
         pool: PoolRef,
+        raw_room: usize,
         pages: &[Put<'_>],
         results: &mut [PutResult],
-    ) -> Option<u64> {
+    ) -> Option<StoredGroup> {
         let engine = &self.0.engine;
-        // Copy no more pages than the tenant may add to its raw pages. Further pages are refused.
-        let raw_room = self.0.lock().raw_room();
         let steps_max = pages.len() * EVICTIONS_PER_PUT_PAGE;
         let mut steps = steps_max;
         for put in pages.iter().take(raw_room) {
@@ -141,14 +157,14 @@ impl Tenant {
             }
         }
         for (nth, ((put, raw), result)) in pages.iter().zip(raw).zip(results).enumerate() {
-            let Some((blob, check)) = raw else {
+            let Some(RawCopy { blob, check }) = raw else {
                 if live {
                     let refusal = match nth {
                         _ if nth < reserved => Refusal::Unreadable,
                         _ if nth < raw_room => Refusal::Pool,
                         _ => Refusal::Nursery,
                     };
-                    state.refuse(pool, (put.object, put.index), refusal, &mut freed);
+                    state.refuse(pool, put, refusal, &mut freed);
                 }
                 continue;
             };
@@ -170,6 +186,7 @@ impl Tenant {
             }
         }
         let estimator_ns = state.estimator_ns() - estimator_before_ns;
+        let raw_room = state.raw_room();
         drop(state);
         let evicted = steps_max - steps + freed.len();
         engine.release_all(freed);
@@ -177,6 +194,6 @@ impl Tenant {
             + (pages.len() - reserved) as u64 * REFUSE_NS
             + evicted as u64 * EVICT_NS
             + estimator_ns;
-        live.then_some(cost_ns)
+        live.then_some(StoredGroup { cost_ns, raw_room })
     }
 }

@@ -7,7 +7,7 @@ use super::{
     OPEN, POOL, add, config, get, get_retaining, maintain_all, new_engine, noise, partly_noise,
     put, put_raw,
 };
-use crate::blob::{Finalized, Prepared, Store};
+use crate::blob::{Contents, Finalized, Prepared, RawCopy, Store};
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
 use crate::cost::{GET_NS_MAX, REF_NS};
@@ -17,7 +17,7 @@ use crate::index::Key;
 use crate::index::entry::Content;
 use crate::tenant_shared::locked_times;
 use crate::{
-    Engine, GET_PAGES_MAX, GetResult, PAGE_SIZE, Page, PageHash, PutResult, Quota, Tenant,
+    Engine, GET_PAGES_MAX, Get, GetResult, PAGE_SIZE, Page, PageHash, PutResult, Quota, Tenant,
     TenantSpec, Time,
 };
 use std::sync::Arc;
@@ -195,7 +195,7 @@ fn freeing_a_page_removes_it_from_the_dedup_table() {
 const STORE_BYTES: u64 = 4 << 20;
 
 /// Stores a page raw (uncompressed), and returns the number of its blob and its check bits.
-fn store_raw(store: &Store, page: &Page) -> (u32, u32) {
+fn store_raw(store: &Store, page: &Page) -> RawCopy {
     let mut reserved = [Handle(0)];
     assert_eq!(store.reserve_raw(&mut reserved, STORE_BYTES), 1);
     store
@@ -203,7 +203,7 @@ fn store_raw(store: &Store, page: &Page) -> (u32, u32) {
         .expect("a page in memory could not be copied")
 }
 
-fn prepare(store: &Store, (raw, check): (u32, u32), buffer: &mut Page) -> Prepared {
+fn prepare(store: &Store, RawCopy { blob: raw, check }: RawCopy, buffer: &mut Page) -> Prepared {
     store
         .prepare(raw, check, STORE_BYTES, buffer)
         .expect("the store has no memory for the compressed page")
@@ -228,7 +228,7 @@ fn equal_pages_prepared_by_two_workers_at_once_are_stored_once() {
     assert_eq!(finalized[0].content, finalized[1].content);
     assert_eq!(finalized.map(|page| page.shared), [false, true]);
     assert_eq!(finalized[0].stored_bytes, finalized[1].stored_bytes);
-    raw.into_iter().for_each(|(raw, _)| store.release(raw));
+    raw.into_iter().for_each(|raw| store.release(raw.blob));
     let Content::Blob(blob) = finalized[0].content else {
         panic!("the finalized page has no blob");
     };
@@ -252,14 +252,14 @@ fn release_all_drops_each_reference_to_a_blob_once() {
             0 => {
                 let prepared = prepare(&store, raw, &mut buffer);
                 let content = complete(&store, prepared, &buffer).content;
-                store.release(raw.0);
+                store.release(raw.blob);
                 content
             }
-            _ => Content::Raw(raw.0),
+            _ => Content::Raw(raw.blob),
         };
         contents.push(content);
         if nth % 3 == 0 {
-            assert!(store.share_content(content) && store.share_content(content));
+            assert!(store.share(content) && store.share(content));
             contents.extend([content; 2]);
         }
     }
@@ -347,7 +347,7 @@ fn damaged_pages_are_answered_as_misses_and_logged_once() {
         let mut out = [[0; PAGE_SIZE]; 4];
         let mut results = [GetResult::Hit { cookie: 1 }; 4];
         tenant
-            .get(POOL, 1, 0, &[1; 4], &mut out, &mut results)
+            .get(POOL, &Get::new(1, 0, &[1; 4]), &mut out, &mut results)
             .unwrap();
         assert_eq!(results[..3], [GetResult::Miss; 3]);
         assert_eq!(results[3], GetResult::Hit { cookie: 1 });
@@ -391,7 +391,7 @@ fn a_get_does_not_wrap_past_the_last_page_number() {
         let mut results = vec![GetResult::Miss; asked];
         let cookies = vec![1; asked];
         let first = u64::MAX - 1;
-        let spent = tenant.get(POOL, 1, first, &cookies, &mut out, &mut results);
+        let spent = tenant.get(POOL, &Get::new(1, first, &cookies), &mut out, &mut results);
         drop(spent.unwrap());
         let hits: Vec<usize> = (0..asked)
             .filter(|&nth| results[nth] == GetResult::Hit { cookie: 1 })
@@ -526,7 +526,7 @@ fn a_get_of_64_pages_takes_the_tenant_lock_once() {
     let mut results = vec![GetResult::Miss; GET_PAGES_MAX];
     let before = locked_times();
     let spent = tenant
-        .get(POOL, 1, 0, &cookies, &mut out, &mut results)
+        .get(POOL, &Get::new(1, 0, &cookies), &mut out, &mut results)
         .unwrap();
     assert_eq!(spent.pages(), GET_PAGES_MAX);
     drop(spent);
@@ -552,10 +552,11 @@ fn a_get_stops_at_its_time_budget_and_can_be_continued() {
         let (mut done, mut calls) = (0, 0);
         while done < GET_PAGES_MAX {
             let (out, results) = (&mut out[done..], &mut results[done..]);
-            let first = (1, done as u64);
-            let spent = tenant
-                .get_some(POOL, first, &cookies[done..], out, results, budget_ns)
-                .unwrap();
+            let get = Get {
+                budget_ns,
+                ..Get::new(1, done as u64, &cookies[done..])
+            };
+            let spent = tenant.get(POOL, &get, out, results).unwrap();
             let (pages, cost_ns) = (spent.pages(), spent.cost_ns());
             assert!(
                 pages > 0,
@@ -605,11 +606,13 @@ fn a_get_of_retained_pages_stays_within_its_time_budget() {
             let (mut done, mut total_ns, mut calls) = (0, 0, 0);
             while done < GET_PAGES_MAX {
                 let (out, results) = (&mut out[done..], &mut results[done..]);
-                let (first, asked) = ((1, done as u64), (&cookies[done..], u64::MAX));
+                let get = Get {
+                    retain: u64::MAX,
+                    budget_ns,
+                    ..Get::new(1, done as u64, &cookies[done..])
+                };
                 let before = locked_times();
-                let spent = tenant
-                    .get_retaining(POOL, first, asked, out, results, budget_ns)
-                    .unwrap();
+                let spent = tenant.get(POOL, &get, out, results).unwrap();
                 assert_eq!(locked_times() - before, 1);
                 let cost_ns = spent.cost_ns();
                 assert!(

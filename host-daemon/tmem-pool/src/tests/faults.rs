@@ -5,7 +5,8 @@
 
 use super::{OPEN, POOL, add, get, maintain_all, new_engine, noise, partly_noise, put};
 use crate::{
-    Engine, GetResult, NoPool, PAGE_SIZE, Page, PageSource, Put, PutResult, Quota, Tenant, Time,
+    Engine, Get, GetResult, NoPool, PAGE_SIZE, Page, PageSource, Put, PutResult, Quota, Tenant,
+    Time,
 };
 use std::cell::Cell;
 use std::os::unix::process::ExitStatusExt;
@@ -54,7 +55,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
 
     // The tenant `broken`, under whose lock the panic happened, must be empty and usable.
     let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
-    let answer = broken.get(POOL, 1, 1, &[1, 1], &mut out, &mut results);
+    let answer = broken.get(POOL, &Get::new(1, 1, &[1, 1]), &mut out, &mut results);
     assert_eq!(answer.map(drop), Err(NoPool));
     assert_eq!((broken.stats().pages, broken.stats().charged_bytes), (0, 0));
     broken.create_pool(POOL).unwrap();

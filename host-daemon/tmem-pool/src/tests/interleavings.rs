@@ -9,11 +9,11 @@ use super::rng::{Rng, for_each_seed};
 use super::{
     OPEN, POOL, add, config, finalize_raw, get, get_retaining, noise, partly_noise, put_raw, refer,
 };
-use crate::blob::{Finalized, Prepared, Store};
+use crate::blob::{Finalized, Prepared, RawCopy, Store};
 use crate::config::DomainId;
 use crate::heap::{Handle, Heap};
 use crate::state::Reason;
-use crate::{Engine, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Time};
+use crate::{Engine, Get, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Time};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
 use shuttle::thread::{self, yield_now};
 use shuttle::{FailurePersistence, MaxSteps, Runner};
@@ -228,7 +228,7 @@ fn replacing_a_heap_slot_is_correct_during_compaction() {
 fn finalize(store: &Store, page: &Page, domain: DomainId) -> Finalized {
     let mut reserved = [Handle(0)];
     assert_eq!(store.reserve_raw(&mut reserved, HEAP_BYTES), 1);
-    let (raw, check) = store.put_raw(reserved[0], domain, page).unwrap();
+    let RawCopy { blob: raw, check } = store.put_raw(reserved[0], domain, page).unwrap();
     let mut buffer = [0; PAGE_SIZE];
     let finalized = match store.prepare(raw, check, HEAP_BYTES, &mut buffer).unwrap() {
         Prepared::Finalized(finalized) => finalized,
@@ -360,7 +360,7 @@ fn a_get_completes_as_its_tenant_departs() {
             let tenant = tenant.clone();
             thread::spawn(move || {
                 let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
-                let spent = tenant.get(POOL, 1, 1, &[1, 1], &mut out, &mut results);
+                let spent = tenant.get(POOL, &Get::new(1, 1, &[1, 1]), &mut out, &mut results);
                 assert_eq!(results, [GetResult::Hit { cookie: 1 }; 2]);
                 assert!(out == [page; 2]);
                 drop(spent.unwrap());
@@ -512,7 +512,7 @@ fn a_put_to_a_destroyed_pool_stores_nothing_in_the_next_pool() {
             putting.join().unwrap();
             changing.join().unwrap();
             let (mut out, mut results) = ([[0; PAGE_SIZE]], [GetResult::Miss]);
-            let spent = tenant.get(OTHER, 1, 1, &[1], &mut out, &mut results);
+            let spent = tenant.get(OTHER, &Get::new(1, 1, &[1]), &mut out, &mut results);
             drop(spent.unwrap());
             assert_eq!(results, [GetResult::Miss]);
             while engine.maintain(Time(0), 64) {}

@@ -17,7 +17,7 @@ pub(crate) mod rng;
 mod threads;
 
 use crate::{
-    Engine, EngineConfig, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Ref, Tenant,
+    Engine, EngineConfig, Get, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Ref, Tenant,
     TenantSpec, Time,
 };
 use rng::Rng;
@@ -135,7 +135,12 @@ fn fill(tenant: &Tenant, object: u64, pages: u64) -> u64 {
 fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
     let (mut out, mut results) = ([[0xa5; PAGE_SIZE]], [GetResult::Miss]);
     tenant
-        .get(POOL, object, index, &[cookie], &mut out, &mut results)
+        .get(
+            POOL,
+            &Get::new(object, index, &[cookie]),
+            &mut out,
+            &mut results,
+        )
         .unwrap();
     (results[0] == GetResult::Hit { cookie }).then_some(out[0])
 }
@@ -143,16 +148,12 @@ fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
 /// Gets a page and allows the pool to retain it. Returns the page, and whether it was retained.
 fn get_retaining(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<(Page, bool)> {
     let (mut out, mut results) = ([[0xa5; PAGE_SIZE]], [GetResult::Miss]);
-    tenant
-        .get_retaining(
-            POOL,
-            (object, index),
-            (&[cookie], 1),
-            &mut out,
-            &mut results,
-            u64::MAX,
-        )
-        .unwrap();
+    let cookies = [cookie];
+    let get = Get {
+        retain: 1,
+        ..Get::new(object, index, &cookies)
+    };
+    tenant.get(POOL, &get, &mut out, &mut results).unwrap();
     match results[0] {
         GetResult::Miss => None,
         GetResult::Hit { cookie: found } | GetResult::Retained { cookie: found } => {

@@ -11,7 +11,7 @@ use crate::config::{EVICTIONS_PER_PUT_PAGE, FINALIZE_PAGES, INDEX_ROOM_BYTES};
 use crate::fail;
 use crate::hash::{HashFn, PageHash};
 use crate::{
-    AdmissionError, CreateError, Engine, EngineConfig, GetResult, NoPool, PAGE_SIZE, Page,
+    AdmissionError, CreateError, Engine, EngineConfig, Get, GetResult, NoPool, PAGE_SIZE, Page,
     PolicyKind, Put, PutResult, Quota, Ref, Tenant, TenantSpec, Time,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -309,15 +309,11 @@ impl World {
         let mut out = vec![[0x5a; PAGE_SIZE]; cookies.len()];
         let mut results = vec![GetResult::Miss; cookies.len()];
         let retain = self.rng.next() & (self.rng.next() * self.rng.below(2));
-        let asked = (&cookies[..], retain);
-        let answer = vm.tenant.get_retaining(
-            pool,
-            (object, index),
-            asked,
-            &mut out,
-            &mut results,
-            u64::MAX,
-        );
+        let get = Get {
+            retain,
+            ..Get::new(object, index, &cookies)
+        };
+        let answer = vm.tenant.get(pool, &get, &mut out, &mut results);
         assert_eq!(
             answer.map(drop),
             if vm.pools.contains(&pool) {

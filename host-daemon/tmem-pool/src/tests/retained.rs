@@ -11,8 +11,8 @@ use super::{
 use crate::config::RETAIN_PAY_PAGES;
 use crate::state::Reason;
 use crate::{
-    Engine, GetResult, NoPool, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, PolicyKind, PutResult, Quota,
-    Ref, ShadowMemory, ShadowTenant, Tenant,
+    Engine, Get, GetResult, NoPool, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, PolicyKind, PutResult,
+    Quota, Ref, ShadowMemory, ShadowTenant, Tenant,
 };
 use std::collections::{BTreeMap, VecDeque};
 use tmem_trace::estimate::{GAIN_OVER_USUAL, GAIN_PERCENT, LOSS_PERCENT, LOSS_UNDER_USUAL};
@@ -83,8 +83,11 @@ fn a_get_retains_only_pages_whose_retain_bit_is_set() {
     let mut out = vec![[0; PAGE_SIZE]; 64];
     let mut results = vec![GetResult::Miss; 64];
     let retain = 0x8000_0000_0000_0005;
-    let asked = (&[1; 64][..], retain);
-    drop(tenant.get_retaining(POOL, (1, 0), asked, &mut out, &mut results, u64::MAX));
+    let get = Get {
+        retain,
+        ..Get::new(1, 0, &[1; 64])
+    };
+    drop(tenant.get(POOL, &get, &mut out, &mut results));
     for (nth, result) in results.iter().enumerate() {
         let expected = match [0, 2, 63].contains(&nth) {
             true => GetResult::Retained { cookie: 1 },

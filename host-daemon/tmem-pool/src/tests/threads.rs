@@ -4,7 +4,9 @@
 
 use super::rng::{Rng, for_each_seed};
 use super::{OPEN, POOL, add, maintain_all, new_engine, noise, partly_noise, put};
-use crate::{Engine, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec, Time};
+use crate::{
+    Engine, Get, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec, Time,
+};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -60,7 +62,12 @@ fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU
         let mut out = vec![[0; PAGE_SIZE]; cookies.len()];
         let mut results = vec![GetResult::Miss; cookies.len()];
         tenant
-            .get(POOL, object, index, &cookies, &mut out, &mut results)
+            .get(
+                POOL,
+                &Get::new(object, index, &cookies),
+                &mut out,
+                &mut results,
+            )
             .unwrap();
         for (nth, result) in results.iter().enumerate() {
             let held = model.remove(&(index + nth as u64));

@@ -27,7 +27,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use tmem_pool::{
-    CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GET_PAGES_MAX, GetResult, NoPool,
+    CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GET_PAGES_MAX, Get, GetResult, NoPool,
     PUT_NS_MAX, Page, PageSource, Put, PutResult, REF_NS_MAX, Ref, SecretPages, Spent,
 };
 use virtio_tmem as wire;
@@ -747,8 +747,14 @@ fn take_pages<'vm>(
         true => 0,
         false => batch.retain >> start,
     };
-    let (tenant, asked) = (&vm.tenant, (wanted, retain));
-    let taken = tenant.get_retaining(pool, (object, first), asked, pages, found, step_ns)?;
+    let get = Get {
+        object,
+        index: first,
+        cookies: wanted,
+        retain,
+        budget_ns: step_ns,
+    };
+    let taken = vm.tenant.get(pool, &get, pages, found)?;
     context.slice.charge(taken.cost_ns());
     if let Some(tap) = &vm.tap {
         let found = found[..taken.pages()].iter();

@@ -301,7 +301,12 @@ fn pages_of_a_put_on_lost_memory_are_refused_and_older_pages_dropped() {
     let (mut pages, mut found) = ([[0; PAGE_SIZE]; 4], [tmem_pool::GetResult::Miss; 4]);
     let tenant = &guest.link.vm.tenant;
     tenant
-        .get(1, 1, 0, &[1001, 1002, 1003, 1004], &mut pages, &mut found)
+        .get(
+            1,
+            &tmem_pool::Get::new(1, 0, &[1001, 1002, 1003, 1004]),
+            &mut pages,
+            &mut found,
+        )
         .map(drop)
         .expect("the tenant has no pool with this id");
     let hits = found.map(|result| result != tmem_pool::GetResult::Miss);
