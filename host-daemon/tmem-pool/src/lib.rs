@@ -148,7 +148,7 @@ pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX, REF_NS_MAX}
 pub use engine::Engine;
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use hash::PageHash;
-pub use request::{GET_PAGES_MAX, Get, GetResult, PageSource, Put, PutResult, Ref};
+pub use request::{Flushed, GET_PAGES_MAX, Get, GetResult, PageSource, Put, PutResult, Ref};
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{EngineStats, TenantStats};

@@ -130,3 +130,22 @@ pub struct Ref {
     /// Cookie with which the page was put.
     pub cookie: u64,
 }
+
+/// Result of a flush in steps ([`Tenant::flush_some`](crate::Tenant::flush_some)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flushed {
+    /// True if all pages are dropped, and false if the budget did not suffice.
+    pub is_complete: bool,
+    /// Cost of the call in nanoseconds.
+    pub cost_ns: u64,
+}
+
+impl Default for Flushed {
+    /// Returns the result of a flush that has nothing to drop.
+    fn default() -> Flushed {
+        Flushed {
+            is_complete: true,
+            cost_ns: 0,
+        }
+    }
+}

@@ -16,7 +16,7 @@ use crate::cost::{DROP_NS, DROP_SAME_NS, KEY_NS, RANGE_NS, REF_NS};
 use crate::engine::Engine;
 use crate::error::{AdmissionError, CreateError, NoPool};
 use crate::index::entry::Content;
-use crate::request::Ref;
+use crate::request::{Flushed, Ref};
 use crate::state::{FLUSH_HASHES_MAX, Freed, Range, Reason};
 use crate::stats::TenantStats;
 use crate::tenant_shared::{Locked, TenantShared};
@@ -125,6 +125,11 @@ impl Tenant {
         self.0.lock().create_pool(id)
     }
 
+    /// Returns whether the tenant has a pool with this number.
+    pub fn has_pool(&self, id: u32) -> bool {
+        self.0.lock().pool(id).is_ok()
+    }
+
     /// Removes a pool with its pages in constant time. Background work frees the pages later.
     ///
     /// # Errors
@@ -215,15 +220,14 @@ impl Tenant {
         index: u64,
         nr_pages: Option<u64>,
     ) -> Result<(), NoPool> {
-        self.flush_some(pool, object, index, nr_pages, &mut { u64::MAX })
-            .map(|_| ())
+        self.flush_some(pool, object, index, nr_pages, u64::MAX)
+            .map(drop)
     }
 
     /// Does a [`flush`](Self::flush) in steps, for threads that have to serve other VMs in between.
-    /// A call costs at most `budget_ns` nanoseconds, computed from the constants of `cost.rs`, and
-    /// lowers `budget_ns` by its cost. Returns true if all pages are dropped. Returns false if the
-    /// budget does not suffice for the next step. The caller then repeats the call with a new
-    /// budget of [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more.
+    /// A call costs at most `budget_ns` nanoseconds, computed from the constants of `cost.rs`. If
+    /// the budget does not suffice for the next step, the flush is incomplete. The caller then
+    /// repeats the call with a new budget of [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -233,12 +237,12 @@ impl Tenant {
         object: u64,
         index: u64,
         nr_pages: Option<u64>,
-        budget_ns: &mut u64,
-    ) -> Result<bool, NoPool> {
+        budget_ns: u64,
+    ) -> Result<Flushed, NoPool> {
         let pool = self.0.lock().pool(pool)?;
         let last = match nr_pages {
             None => u64::MAX,
-            Some(0) => return Ok(true),
+            Some(0) => return Ok(Flushed::default()),
             Some(nr_pages) => index.saturating_add(nr_pages - 1),
         };
         let range = Range {
@@ -246,23 +250,24 @@ impl Tenant {
             index,
             last,
         };
-        loop {
-            let Some(left_ns) = budget_ns.checked_sub(RANGE_NS) else {
-                return Ok(false);
+        let mut left_ns = budget_ns;
+        let is_complete = loop {
+            let Some(rest_ns) = left_ns.checked_sub(RANGE_NS) else {
+                break false;
             };
-            *budget_ns = left_ns;
+            left_ns = rest_ns;
             let mut freed = Freed::new();
             let mut state = self.0.lock();
             // If the pool was destroyed in the meantime, there are no pages to drop. The flush does
             // not apply to a new pool with the same number.
             if !state.index.is_live(pool) {
-                return Ok(true);
+                break true;
             }
             let pages_max = (left_ns / DROP_NS).min(LOCKED_PAGES_MAX as u64) as usize;
             let more = state.flush(pool, range, pages_max, &mut freed);
             let dropped_ns = freed.iter().map(drop_ns).sum::<u64>();
-            *budget_ns = budget_ns.saturating_sub(dropped_ns);
-            let done = !more && state.drop_estimates_ns_max(range) <= *budget_ns;
+            left_ns = left_ns.saturating_sub(dropped_ns);
+            let done = !more && state.drop_estimates_ns_max(range) <= left_ns;
             if done {
                 let estimator_before_ns = state.estimator_ns();
                 state.drop_estimates(pool, range);
@@ -270,17 +275,21 @@ impl Tenant {
                     nr if nr < FLUSH_HASHES_MAX => (nr + 1) * KEY_NS,
                     _ => 0,
                 };
-                *budget_ns -= state.estimator_ns() - estimator_before_ns + keys_ns;
+                left_ns -= state.estimator_ns() - estimator_before_ns + keys_ns;
             }
             drop(state);
             self.0.engine.release_all(freed);
             if done {
-                return Ok(true);
+                break true;
             }
-            if !more || *budget_ns < RANGE_NS + DROP_NS {
-                return Ok(false);
+            if !more || left_ns < RANGE_NS + DROP_NS {
+                break false;
             }
-        }
+        };
+        Ok(Flushed {
+            is_complete,
+            cost_ns: budget_ns - left_ns,
+        })
     }
 
     /// Drops the pages that the tenant has now, a few at a time. The tenant's pools stay. Returns

@@ -176,9 +176,9 @@ fn a_large_flush_scans_the_hit_estimator_once() {
     let before = tenant.stats().gain_steps;
     let mut calls = 0;
     loop {
-        let mut budget_ns = FLUSH_NS_MIN;
         calls += 1;
-        if tenant.flush_some(POOL, 1, 1, None, &mut budget_ns).unwrap() {
+        let flushed = tenant.flush_some(POOL, 1, 1, None, FLUSH_NS_MIN);
+        if flushed.unwrap().is_complete {
             break;
         }
     }
@@ -191,15 +191,15 @@ fn a_large_flush_scans_the_hit_estimator_once() {
     let before = tenant.stats().gain_steps;
     // Flush an object that has no pages. The flush must walk over the estimator's keys
     // nevertheless.
-    let mut budget_ns = FLUSH_NS_MIN;
-    let done = tenant.flush_some(POOL, 3, 0, Some(1000), &mut budget_ns);
-    assert_eq!(done, Ok(true));
+    let flushed = tenant.flush_some(POOL, 3, 0, Some(1000), FLUSH_NS_MIN);
+    let flushed = flushed.unwrap();
+    assert!(flushed.is_complete);
     let steps = tenant.stats().gain_steps - before;
     assert_eq!(
         steps, 1001,
         "the flush did not walk over the 1,000 keys of object 2 and the key of page 0 of object 1"
     );
-    assert!(FLUSH_NS_MIN - budget_ns >= steps * FOLLOWED_NS);
+    assert!(flushed.cost_ns >= steps * FOLLOWED_NS);
 }
 
 #[test]
@@ -209,17 +209,18 @@ fn each_step_of_a_flush_stays_within_its_time_budget() {
     assert_eq!(fill(&tenant, 1, 200), 200);
     let mut steps = 0;
     loop {
-        let mut budget_ns = FLUSH_NS_MIN;
         let before = tenant.stats().pages;
-        let done = tenant.flush_some(POOL, 1, 1, None, &mut budget_ns).unwrap();
+        let flushed = tenant.flush_some(POOL, 1, 1, None, FLUSH_NS_MIN);
+        let flushed = flushed.unwrap();
         let dropped = before - tenant.stats().pages;
-        let spent_ns = FLUSH_NS_MIN - budget_ns;
+        let spent_ns = flushed.cost_ns;
+        assert!(spent_ns <= FLUSH_NS_MIN);
         assert!(
             dropped * DROP_SAME_NS <= spent_ns,
             "the flush dropped {dropped} pages and counted only {spent_ns} ns for them"
         );
         steps += 1;
-        if done {
+        if flushed.is_complete {
             break;
         }
         assert!(dropped > 0, "step {steps} of the flush dropped no page");
@@ -230,10 +231,9 @@ fn each_step_of_a_flush_stays_within_its_time_budget() {
     );
     assert_eq!(tenant.stats().pages, 1);
     // With a budget of 0 ns, a flush does not even look up the object, so it never completes.
-    let mut budget_ns = 0;
-    for (object, done) in [(2, false), (1, false)] {
-        let flushed = tenant.flush_some(POOL, object, 1, None, &mut budget_ns);
-        assert_eq!(flushed, Ok(done));
+    for object in [2, 1] {
+        let flushed = tenant.flush_some(POOL, object, 1, None, 0).unwrap();
+        assert_eq!((flushed.is_complete, flushed.cost_ns), (false, 0));
     }
     engine.check_invariants();
 }

@@ -216,7 +216,7 @@ pub fn execute<'vm>(
                 pages,
                 data_offset: *data_offset,
             };
-            return put(context, stale, &batch, guest, progress);
+            return execute_batch(context, stale, &batch, guest, progress);
         }
         Body::Get {
             object,
@@ -237,7 +237,10 @@ pub fn execute<'vm>(
             };
             return get(context, stale, &batch, guest, buffers, remainder);
         }
-        Body::Ref { pages } => return refer(context, stale, (pool, pages), guest, progress),
+        Body::Ref { pages } => {
+            let batch = RefBatch { pool, pages };
+            return execute_batch(context, stale, &batch, guest, progress);
+        }
         Body::Generation => return guest.answer_generation(context.generation).map(Some),
         _ if stale => Some(wire::S_STALE),
         Body::Flush { ranges } => flush(context, pool, ranges, progress),
@@ -263,7 +266,7 @@ pub fn execute<'vm>(
 /// it.
 fn destroy_pool(context: &Context<'_, '_>, pool: u32) -> Option<u8> {
     let Context { vm, slice, .. } = context;
-    slice.step(DESTROY_NS_MAX)?;
+    slice.begin_step(DESTROY_NS_MAX)?;
     let Ok(()) = vm.tenant.destroy_pool(pool) else {
         return Some(wire::S_NO_POOL);
     };
@@ -310,14 +313,13 @@ fn flush_range(
     nr_pages: Option<u64>,
 ) -> Result<bool, NoPool> {
     let Context { vm, slice, .. } = context;
-    while let Some(step_ns) = slice.step(RANGE_NS_LEAST) {
+    while let Some(step_ns) = slice.begin_step(RANGE_NS_LEAST) {
         let step_ns = step_ns.min(STEP_NS);
-        let mut left_ns = step_ns;
-        let done = vm
+        let flushed = vm
             .tenant
-            .flush_some(pool, object, index, nr_pages, &mut left_ns);
-        slice.charge(step_ns - left_ns);
-        if done? {
+            .flush_some(pool, object, index, nr_pages, step_ns)?;
+        slice.charge(flushed.cost_ns);
+        if flushed.is_complete {
             return Ok(true);
         }
         // A step that is shorter than FLUSH_NS_MIN may drop no page. The flush stops after such a
@@ -327,6 +329,118 @@ fn flush_range(
         }
     }
     Ok(false)
+}
+
+/// Reason why a group of pages of a request is not executed.
+enum GroupError {
+    /// The tenant has no such pool.
+    NoPool,
+    /// Guest memory cannot be accessed, so the request gets no answer.
+    Access(AccessError),
+}
+
+impl From<NoPool> for GroupError {
+    fn from(_: NoPool) -> Self {
+        GroupError::NoPool
+    }
+}
+
+impl From<AccessError> for GroupError {
+    fn from(error: AccessError) -> Self {
+        GroupError::Access(error)
+    }
+}
+
+/// A request whose answer has one byte for each page: a PUT or a REF.
+trait Batch {
+    /// Largest cost of a page in ns.
+    const PAGE_NS_MAX: u64;
+    /// Maximum number of pages that are executed between two reads of the clock.
+    const GROUP_PAGES: usize;
+    /// Result of a page that is refused.
+    const REFUSED: u8;
+
+    /// Returns the number of pages of the request.
+    fn count(&self) -> usize;
+
+    /// Executes the request for a group of its pages and sets the results of these pages.
+    fn execute(
+        &self,
+        context: &Context<'_, '_>,
+        guest: GuestBuffers<'_>,
+        group: Range<usize>,
+        results: &mut [u8],
+    ) -> Result<(), GroupError>;
+
+    /// Refuses a group of pages of the request, because of a frozen VM, a rate limit or a drain.
+    /// `frozen` tells whether the VM is frozen. A refused page must leave nothing under its key in
+    /// the pool.
+    fn refuse(
+        &self,
+        context: &Context<'_, '_>,
+        group: Range<usize>,
+        frozen: bool,
+    ) -> Result<(), NoPool>;
+}
+
+/// Executes a PUT or a REF in groups of pages. Returns the number of bytes to report in the used
+/// element, or None if the slice ends before the request is finished.
+fn execute_batch<B: Batch>(
+    context: &Context<'_, '_>,
+    stale: bool,
+    batch: &B,
+    guest: GuestBuffers<'_>,
+    progress: &mut Progress,
+) -> Result<Option<u32>, AccessError> {
+    let (vm, slice, count) = (context.vm, context.slice, batch.count());
+    let mut results = [B::REFUSED; wire::BATCH_MAX];
+    let mut status = if stale { wire::S_STALE } else { wire::S_OK };
+    // The results of the pages before `from` are already in guest memory, written in an earlier
+    // slice.
+    let mut from = progress.done.min(count);
+    let mut done = from;
+    while status == wire::S_OK && done < count {
+        let drain_expired = (context.drain_expired)();
+        let left = count - done;
+        let group = match slice.begin_pages(B::PAGE_NS_MAX, left.min(B::GROUP_PAGES)) {
+            Some(pages) => pages,
+            // After the time limit of a drain, all remaining pages are refused at once, whatever
+            // the slice allows.
+            None if drain_expired => left,
+            None => break,
+        };
+        let group = done..done + group;
+        done = group.end;
+        let frozen = vm.frozen.load(Ordering::Relaxed);
+        let executed = if frozen || context.limited || drain_expired {
+            batch.refuse(context, group, frozen).map_err(Into::into)
+        } else {
+            batch.execute(context, guest, group.clone(), &mut results[group])
+        };
+        match executed {
+            Ok(()) => {}
+            Err(GroupError::NoPool) => status = wire::S_NO_POOL,
+            Err(GroupError::Access(error)) => return Err(error),
+        }
+    }
+    if status == wire::S_OK && done < count {
+        guest.write(RESP_BYTES + from, &results[from..done])?;
+        progress.done = done;
+        return Ok(None);
+    }
+    if status != wire::S_OK {
+        // The request is stale, or its pool does not exist. The pool may have been removed while
+        // this request was in progress. The pages that the pool had before no longer exist either,
+        // so all pages of the request are reported as refused.
+        results.fill(B::REFUSED);
+        from = 0;
+    }
+    let mut bytes = [0u8; RESP_BYTES + wire::BATCH_MAX];
+    bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
+    let end = RESP_BYTES + count;
+    bytes[RESP_BYTES..end].copy_from_slice(&results[..count]);
+    guest.write_results(from, 1, &bytes[..end])?;
+    Ok(Some(end as u32))
 }
 
 /// The pages of a PUT request. Their contents are in guest memory.
@@ -373,62 +487,33 @@ impl PageSource for GuestPage<'_> {
     }
 }
 
-/// Executes a PUT. Returns the number of bytes to report in the used element, or None if the slice
-/// ends before the request is finished.
-fn put(
-    context: &Context<'_, '_>,
-    stale: bool,
-    batch: &PutBatch<'_>,
-    guest: GuestBuffers<'_>,
-    progress: &mut Progress,
-) -> Result<Option<u32>, AccessError> {
-    let (vm, slice, count) = (context.vm, context.slice, batch.pages.len());
-    let mut results = [wire::P_REFUSED; wire::BATCH_MAX];
-    let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // The results of the pages before `from` are already in guest memory, written in an earlier
-    // slice.
-    let mut from = progress.done.min(count);
-    let mut done = from;
-    while status == wire::S_OK && done < count {
-        let drain_expired = (context.drain_expired)();
-        let left = count - done;
-        let group = match slice.step_pages(PUT_NS_MAX, left.min(PUT_GROUP_PAGES)) {
-            Some(pages) => pages,
-            // After the time limit of a drain, all remaining pages are refused at once, whatever
-            // the slice allows.
-            None if drain_expired => left,
-            None => break,
-        };
-        let group = done..done + group;
-        done = group.end;
-        let frozen = vm.frozen.load(Ordering::Relaxed);
-        let stored = if frozen || context.limited || drain_expired {
-            refuse_group(context, batch, group, frozen)
-        } else {
-            store_group(context, batch, guest, group.clone(), &mut results[group])?
-        };
-        if stored.is_err() {
-            status = wire::S_NO_POOL;
-        }
+impl Batch for PutBatch<'_> {
+    const PAGE_NS_MAX: u64 = PUT_NS_MAX;
+    const GROUP_PAGES: usize = PUT_GROUP_PAGES;
+    const REFUSED: u8 = wire::P_REFUSED;
+
+    fn count(&self) -> usize {
+        self.pages.len()
     }
-    if status == wire::S_OK && done < count {
-        guest.write(RESP_BYTES + from, &results[from..done])?;
-        progress.done = done;
-        return Ok(None);
+
+    fn execute(
+        &self,
+        context: &Context<'_, '_>,
+        guest: GuestBuffers<'_>,
+        group: Range<usize>,
+        results: &mut [u8],
+    ) -> Result<(), GroupError> {
+        store_group(context, self, guest, group, results)
     }
-    if status != wire::S_OK {
-        // The request is stale, or its pool does not exist. The pool may have been removed while
-        // this PUT was in progress. The pages of this PUT that were stored before no longer exist
-        // either, so all its pages are reported as refused.
-        results.fill(wire::P_REFUSED);
-        from = 0;
+
+    fn refuse(
+        &self,
+        context: &Context<'_, '_>,
+        group: Range<usize>,
+        frozen: bool,
+    ) -> Result<(), NoPool> {
+        refuse_group(context, self, group, frozen)
     }
-    let mut bytes = [0u8; RESP_BYTES + wire::BATCH_MAX];
-    bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
-    let end = RESP_BYTES + count;
-    bytes[RESP_BYTES..end].copy_from_slice(&results[..count]);
-    guest.write_results(from, 1, &bytes[..end])?;
-    Ok(Some(end as u32))
 }
 
 /// Refuses a group of pages of a PUT. A refused page must leave nothing under its key, so an older
@@ -448,12 +533,10 @@ fn refuse_group(
     counter.fetch_add(group.len() as u64, Ordering::Relaxed);
     for page in &batch.pages[group] {
         let (object, index) = (page.object.get(), page.index.get());
-        let mut left_ns = u64::MAX;
-        let dropped = vm
+        let flushed = vm
             .tenant
-            .flush_some(pool, object, index, Some(1), &mut left_ns);
-        slice.charge(u64::MAX - left_ns);
-        dropped?;
+            .flush_some(pool, object, index, Some(1), u64::MAX)?;
+        slice.charge(flushed.cost_ns);
         if let (true, Some(tap)) = (frozen || context.limited, &vm.tap) {
             tap.flush(pool, object, index, Some(1));
         }
@@ -464,17 +547,17 @@ fn refuse_group(
 /// Stores a group of pages of a PUT and sets the pages' results.
 ///
 /// # Errors
-/// The front end hung up, or the contents of a page cannot be read from guest memory. The pool then
-/// refuses the page.
+/// The front end hung up, the contents of a page cannot be read from guest memory, or the pool does
+/// not exist. The pool of the engine refuses a page that cannot be read.
 fn store_group(
     context: &Context<'_, '_>,
     batch: &PutBatch<'_>,
     guest: GuestBuffers<'_>,
     group: Range<usize>,
     results: &mut [u8],
-) -> Result<Result<(), NoPool>, AccessError> {
+) -> Result<(), GroupError> {
     let (vm, pool) = (context.vm, batch.pool);
-    guest.peer.check()?;
+    guest.peer.check().map_err(AccessError::from)?;
     let error = Cell::new(None);
     let sources: Vec<GuestPage<'_>> = group
         .clone()
@@ -500,13 +583,9 @@ fn store_group(
     let stored = &mut stored[..puts.len()];
     let put = vm.tenant.put(pool, &puts, stored);
     if let Some(error) = error.take() {
-        return Err(error);
+        return Err(error.into());
     }
-    let cost_ns = match put {
-        Ok(cost_ns) => cost_ns,
-        Err(NoPool) => return Ok(Err(NoPool)),
-    };
-    context.slice.charge(cost_ns);
+    context.slice.charge(put?);
     if let Some(tap) = &vm.tap {
         let stored_bytes = sources.iter().filter_map(|page| page.stored_bytes.as_ref());
         tap.put(pool, &puts, stored, stored_bytes.map(Cell::get));
@@ -517,69 +596,46 @@ fn store_group(
             PutResult::Refused => wire::P_REFUSED,
         };
     }
-    Ok(Ok(()))
+    Ok(())
 }
 
-/// Executes a REF, with which the guest reports evicted retained pages. Returns the number of bytes
-/// to report in the used element, or None if the slice ends before the request is finished.
-fn refer(
-    context: &Context<'_, '_>,
-    stale: bool,
-    (pool, pages): (u32, &[RefPage]),
-    guest: GuestBuffers<'_>,
-    progress: &mut Progress,
-) -> Result<Option<u32>, AccessError> {
-    let (vm, slice, count) = (context.vm, context.slice, pages.len());
-    let mut results = [wire::P_GONE; wire::BATCH_MAX];
-    let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // The results of the pages before `from` are already in guest memory, written in an earlier
-    // slice.
-    let mut from = progress.done.min(count);
-    let mut done = from;
-    while status == wire::S_OK && done < count {
-        let drain_expired = (context.drain_expired)();
-        let left = count - done;
-        let group = match slice.step_pages(REF_NS_MAX, left.min(REF_GROUP_PAGES)) {
-            Some(pages) => pages,
-            // After the time limit of a drain, all remaining pages are dropped at once, whatever
-            // the slice allows.
-            None if drain_expired => left,
-            None => break,
-        };
-        let group = done..done + group;
-        done = group.end;
-        let frozen = vm.frozen.load(Ordering::Relaxed);
-        let referred = if frozen || context.limited || drain_expired {
-            drop_refs(context, pool, &pages[group], frozen)
-        } else {
-            refer_group(context, pool, &pages[group.clone()], &mut results[group])
-        };
-        if referred.is_err() {
-            status = wire::S_NO_POOL;
-        }
+/// The pages of a REF request, with which the guest reports evicted retained pages.
+struct RefBatch<'a> {
+    pool: u32,
+    pages: &'a [RefPage],
+}
+
+impl Batch for RefBatch<'_> {
+    const PAGE_NS_MAX: u64 = REF_NS_MAX;
+    const GROUP_PAGES: usize = REF_GROUP_PAGES;
+    const REFUSED: u8 = wire::P_GONE;
+
+    fn count(&self) -> usize {
+        self.pages.len()
     }
-    if status == wire::S_OK && done < count {
-        guest.write(RESP_BYTES + from, &results[from..done])?;
-        progress.done = done;
-        return Ok(None);
+
+    fn execute(
+        &self,
+        context: &Context<'_, '_>,
+        _: GuestBuffers<'_>,
+        group: Range<usize>,
+        results: &mut [u8],
+    ) -> Result<(), GroupError> {
+        refer_group(context, self.pool, &self.pages[group], results).map_err(Into::into)
     }
-    if status != wire::S_OK {
-        // The request is stale, or its pool does not exist. The pool may have been removed while
-        // this REF was in progress. All its pages are then answered with GONE, also those that the
-        // pool still had before.
-        results.fill(wire::P_GONE);
-        from = 0;
+
+    fn refuse(
+        &self,
+        context: &Context<'_, '_>,
+        group: Range<usize>,
+        frozen: bool,
+    ) -> Result<(), NoPool> {
+        drop_refs(context, self.pool, &self.pages[group], frozen)
     }
-    let mut bytes = [0u8; RESP_BYTES + wire::BATCH_MAX];
-    bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
-    let end = RESP_BYTES + count;
-    bytes[RESP_BYTES..end].copy_from_slice(&results[..count]);
-    guest.write_results(from, 1, &bytes[..end])?;
-    Ok(Some(end as u32))
 }
 
 /// Converts the pages of a REF request to the type `Ref` of the pool's engine.
-fn refs(pages: &[RefPage]) -> Vec<Ref> {
+fn to_refs(pages: &[RefPage]) -> Vec<Ref> {
     let refs = pages.iter().map(|page| Ref {
         object: page.object.get(),
         index: page.index.get(),
@@ -604,7 +660,7 @@ fn drop_refs(
         };
         counter.fetch_add(pages.len() as u64, Ordering::Relaxed);
     }
-    let refs = refs(pages);
+    let refs = to_refs(pages);
     context.slice.charge(vm.tenant.drop_refs(pool, &refs)?);
     if let Some(tap) = &vm.tap {
         tap.refer(pool, &refs, &vec![false; refs.len()]);
@@ -620,7 +676,7 @@ fn refer_group(
     results: &mut [u8],
 ) -> Result<(), NoPool> {
     let vm = context.vm;
-    let refs = refs(pages);
+    let refs = to_refs(pages);
     let mut held = [false; REF_GROUP_PAGES];
     let held = &mut held[..refs.len()];
     context.slice.charge(vm.tenant.refer(pool, &refs, held)?);
@@ -676,7 +732,7 @@ fn get<'vm>(
             let missed = miss_rest(context, batch, count - done);
             done = count;
             missed
-        } else if let Some(step_ns) = slice.step(GET_NS_MAX) {
+        } else if let Some(step_ns) = slice.begin_step(GET_NS_MAX) {
             let (pages, results) = (
                 &mut buffers.0.pages()[done..count],
                 &mut results[done..count],
@@ -717,10 +773,10 @@ fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> R
         false => &vm.counters.drain_cut_pages,
     };
     counter.fetch_add(pages as u64, Ordering::Relaxed);
-    // A flush of 0 pages drops nothing, but returns an error if the pool does not exist.
-    vm.tenant
-        .flush(batch.pool, batch.object, batch.index, Some(0))
-        .map(drop)
+    match vm.tenant.has_pool(batch.pool) {
+        true => Ok(()),
+        false => Err(NoPool),
+    }
 }
 
 /// Takes pages out of the pool for up to `step_ns`, beginning with page number `start` of the

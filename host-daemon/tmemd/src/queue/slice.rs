@@ -76,7 +76,7 @@ impl Slice<'_> {
 
     /// Begins a step of work that costs at least `least_ns`. Returns the largest cost in ns that
     /// the step may have; None if too little of the slice is left.
-    pub fn step(&self, least_ns: u64) -> Option<u64> {
+    pub fn begin_step(&self, least_ns: u64) -> Option<u64> {
         let left_ns = self.left_ns.get();
         let time_left_ns = self.ends_at_ns.saturating_sub(self.clock.now_ns());
         let step_ns = left_ns.min(time_left_ns);
@@ -90,8 +90,8 @@ impl Slice<'_> {
 
     /// Begins a step that processes pages, each of which costs up to `page_ns_max`. Returns the
     /// number of pages that the step may process, at most `pages_max`; None if the slice is over.
-    pub fn step_pages(&self, page_ns_max: u64, pages_max: usize) -> Option<usize> {
-        let step_ns = self.step(page_ns_max)?;
+    pub fn begin_pages(&self, page_ns_max: u64, pages_max: usize) -> Option<usize> {
+        let step_ns = self.begin_step(page_ns_max)?;
         Some(((step_ns / page_ns_max) as usize).min(pages_max))
     }
 }
