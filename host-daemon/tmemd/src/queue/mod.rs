@@ -5,6 +5,7 @@
 //! requests and notifying the guest. Out of scope: setting a queue up, see `vhost/device.rs`.
 
 pub(crate) mod chain;
+pub(crate) mod drained;
 pub(crate) mod epoll;
 pub(crate) mod event_loop;
 pub(crate) mod execute;

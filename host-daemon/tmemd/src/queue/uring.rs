@@ -103,7 +103,7 @@ impl Uring {
         })
     }
 
-    fn change(&self, change: Change) {
+    fn queue_change(&self, change: Change) {
         lock(&self.changes).push(change);
         self.wake();
     }
@@ -126,7 +126,7 @@ impl Ring {
         Ok(())
     }
 
-    fn make(&mut self, change: Change) -> io::Result<()> {
+    fn apply(&mut self, change: Change) -> io::Result<()> {
         match change {
             Change::Add(fd, token) => {
                 let entry = poll(fd.as_raw_fd(), token);
@@ -186,12 +186,12 @@ impl Ring {
 
 impl Poller for Uring {
     fn add(&self, fd: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
-        self.change(Change::Add(fd.clone(), token));
+        self.queue_change(Change::Add(fd.clone(), token));
         Ok(())
     }
 
     fn remove(&self, _fd: &OwnedFd, token: u64) -> io::Result<()> {
-        self.change(Change::Remove(token));
+        self.queue_change(Change::Remove(token));
         Ok(())
     }
 
@@ -204,7 +204,7 @@ impl Poller for Uring {
             ring.push(poll(self.wake.as_raw_fd(), WAKE))?;
         }
         for change in std::mem::take(&mut *lock(&self.changes)) {
-            ring.make(change)?;
+            ring.apply(change)?;
         }
         // Submitting the changes may already have produced completions. If one of them is for the
         // wake-up eventfd, the worker must not sleep: the caller has not seen the work for which

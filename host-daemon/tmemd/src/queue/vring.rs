@@ -5,7 +5,7 @@
 //! Two threads use a vring: the worker that it belongs to, and the control thread of its
 //! connection. The vring's lock guards everything that may contain a guest address. The worker only
 //! tries to take the lock, so a control thread that holds the lock delays no other VM. Before the
-//! control thread takes the lock, it sets the flag `hold`, and the worker leaves the vring after
+//! control thread takes the lock, it begins a drain, and the worker leaves the vring after
 //! its current chain. When the control thread has the lock, the vring is therefore drained: chains
 //! are answered one by one, in the order in which they became available.
 //!
@@ -250,7 +250,7 @@ fn next_chain<'m>(
 
 /// Returns an error if guest memory has lost a page. If there is no error, all data that the daemon
 /// read from guest memory before the call came from the guest.
-fn intact(memory: &Memory) -> Result<(), Halt> {
+fn check_not_lost(memory: &Memory) -> Result<(), Halt> {
     match memory.lost.is_lost() {
         true => Err(Halt::Lost),
         false => Ok(()),
@@ -303,7 +303,7 @@ pub struct Vring {
     /// worker uses it.
     queued_at_ns: AtomicU64,
     link: Arc<Link>,
-    hold: AtomicBool,
+    is_draining: AtomicBool,
     /// Time, in ns of the daemon's clock, at which a drain makes the worker answer the remaining
     /// pages of its chain with REFUSED, MISS or GONE; `u64::MAX` without a drain.
     cut_at_ns: AtomicU64,
@@ -319,7 +319,7 @@ impl Vring {
             worker,
             queued: AtomicBool::new(false),
             queued_at_ns: AtomicU64::new(0),
-            hold: AtomicBool::new(false),
+            is_draining: AtomicBool::new(false),
             cut_at_ns: AtomicU64::new(u64::MAX),
             state: Mutex::new(VringState {
                 queue,
@@ -389,16 +389,22 @@ impl Vring {
     }
 
     /// Begins a drain of the vring: its worker leaves it at the end of the current chain.
-    pub fn raise_hold(&self) {
+    pub(super) fn begin_drain(&self) {
         self.cut_at_ns.store(
             self.now_ns() + DRAIN_CUT.as_nanos() as u64,
             Ordering::SeqCst,
         );
-        self.hold.store(true, Ordering::SeqCst);
+        self.is_draining.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns whether the worker has to leave the vring.
+    #[cfg(test)]
+    pub fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::SeqCst)
     }
 
     /// Waits until the worker has left the vring. The caller must have called
-    /// [`raise_hold`](Self::raise_hold) to make the worker leave. As long as the returned guard
+    /// [`begin_drain`](Self::begin_drain) to make the worker leave. As long as the returned guard
     /// lives, no worker processes the vring.
     pub fn lock(&self) -> MutexGuard<'_, VringState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -407,9 +413,9 @@ impl Vring {
     /// Ends the drain of the vring. The caller must first drop the guard that [`lock`](Self::lock)
     /// returned. Afterwards it must schedule the vring, because the worker ignored kicks during the
     /// drain.
-    pub fn lower_hold(&self) {
+    pub(super) fn end_drain(&self) {
         self.cut_at_ns.store(u64::MAX, Ordering::SeqCst);
-        self.hold.store(false, Ordering::SeqCst);
+        self.is_draining.store(false, Ordering::SeqCst);
     }
 
     /// Returns true if an empty vring that the worker polls needs a slice: a chain has arrived, the
@@ -448,7 +454,7 @@ impl Vring {
         let result = self.answer_chains(&mut state, &memory, scratch, poll_max_ns);
         // The worker first finds out whether the host lost a page of the guest's memory (SIGBUS).
         // The daemon replaces such a page by zeros, which may look like a fault of the guest.
-        match intact(&memory).and(result) {
+        match check_not_lost(&memory).and(result) {
             Ok(end) => end,
             Err(Halt::Lost) => {
                 // hang_up() shuts the connection down. The control thread then ends the connection
@@ -510,7 +516,7 @@ impl Vring {
         // slice.
         let mut has_begun = false;
         let end = loop {
-            if self.hold.load(Ordering::SeqCst) {
+            if self.is_draining.load(Ordering::SeqCst) {
                 state.unfinished = unfinished;
                 break SliceEnd::Idle;
             }
@@ -521,7 +527,7 @@ impl Vring {
             // the available ring or write the event index.
             peer.check()?;
             let Some(descriptors) = next_chain(state, memory)? else {
-                if let Some(end) = self.ring_is_empty(state, memory, poll_max_ns)? {
+                if let Some(end) = self.poll_or_request_kick(state, memory, poll_max_ns)? {
                     break end;
                 }
                 // A chain arrived after the ring was found empty. This pass of the loop is charged
@@ -532,7 +538,7 @@ impl Vring {
             };
             let head = descriptors.head_index();
             let begun_ns = self.now_ns();
-            state.polling.work(begun_ns, poll_max_ns);
+            state.polling.record_request(begun_ns, poll_max_ns);
             let filled = scratch.chain.fill(memory, descriptors);
             filled.map_err(|error| error.to_string())?;
             let chain = &scratch.chain;
@@ -576,13 +582,13 @@ impl Vring {
 
     /// Decides how the worker continues after it has found the ring empty: it polls the ring, or
     /// requests a kick from the driver. Returns None if a chain has arrived meanwhile.
-    fn ring_is_empty(
+    fn poll_or_request_kick(
         &self,
         state: &mut VringState,
         memory: &GuestMemory,
         poll_max_ns: u64,
     ) -> Result<Option<SliceEnd>, Halt> {
-        if let Some(until_ns) = state.polling.dry(self.now_ns(), poll_max_ns) {
+        if let Some(until_ns) = state.polling.record_empty(self.now_ns(), poll_max_ns) {
             return Ok(Some(SliceEnd::Poll { until_ns }));
         }
         let more = state.queue.enable_notification(memory);
@@ -603,7 +609,7 @@ impl Vring {
         done: Done<'_>,
     ) -> Result<(), Halt> {
         self.link.peer.check()?;
-        intact(table)?;
+        check_not_lost(table)?;
         let added = state.queue.add_used(&table.guest, head, done.used_bytes);
         added.map_err(used_ring_fault)?;
         let counters = &self.link.vm.counters;
@@ -634,7 +640,7 @@ impl Vring {
         let head = read_head(guest, head.pages().as_flattened_mut())?;
         // Lost pages are checked before the request is executed. Otherwise zeros from the
         // replacement of a lost page could be executed as a request of the guest.
-        intact(table)?;
+        check_not_lost(table)?;
         let kind = match self.index {
             wire::CONTROL_QUEUE => QueueKind::Control,
             _ => QueueKind::Request,

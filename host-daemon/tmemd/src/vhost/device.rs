@@ -14,14 +14,15 @@ use crate::memory::dirty_log::{DirtyLog, LogMap};
 use crate::memory::peer::Peer;
 use crate::memory::sigbus::Lost;
 use crate::memory::table::{Memory, RegionSpec, check_file};
+use crate::queue::drained::{self, DrainedVrings};
 use crate::queue::notifier;
 use crate::queue::vring::{Link, RingAddresses, Vring, VringState};
 use crate::queue::worker::Workers;
 use crate::vm::state::Vm;
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, MutexGuard};
 use tmem_control as api;
 use vhost::VhostUserMemoryRegionBase;
 use vhost::vhost_user::message::*;
@@ -177,44 +178,24 @@ impl Device {
     /// with REFUSED, MISS or GONE. A simulator, which has no second thread, calls this function to
     /// interrupt a slice.
     pub fn begin_drain(&self) {
-        self.vrings.iter().for_each(|vring| vring.raise_hold());
+        drained::begin_drain(&self.vrings);
     }
 
-    /// Drains the given vrings and calls `change` with their states, while no worker uses the
-    /// vrings. Then lets the workers use the vrings again, and schedules those that are running.
-    fn hold<R>(
-        &self,
-        vrings: &[Arc<Vring>],
-        change: impl FnOnce(&mut [MutexGuard<'_, VringState>]) -> R,
-    ) -> R {
-        self.heartbeat.work();
-        // The device asks the workers to leave all vrings before it waits for the first vring, so
-        // that the waits overlap.
-        vrings.iter().for_each(|vring| vring.raise_hold());
-        let mut states: Vec<_> = vrings.iter().map(|vring| vring.lock()).collect();
-        let result = change(&mut states);
-        let running: Vec<bool> = states.iter().map(|state| state.is_running()).collect();
-        drop(states);
-        for (vring, running) in vrings.iter().zip(running) {
-            vring.lower_hold();
-            if running {
-                self.workers.schedule(vring);
-            }
-        }
-        self.heartbeat.rest();
-        result
+    /// Drains all vrings. No worker uses them until the returned guard is dropped.
+    fn drain(&self) -> DrainedVrings<'_> {
+        DrainedVrings::wait(&self.vrings, &self.workers, &self.heartbeat)
     }
 
     /// Drains one vring and changes its state while no worker uses the vring.
-    fn hold_one<R>(
+    fn drain_one<R>(
         &self,
         index: u32,
         change: impl FnOnce(&Arc<Vring>, &mut VringState) -> R,
     ) -> Result<R> {
         let vring = self.vring(index)?;
-        Ok(self.hold(std::slice::from_ref(vring), |states| {
-            change(vring, &mut states[0])
-        }))
+        let vrings = std::slice::from_ref(vring);
+        let mut drained = DrainedVrings::wait(vrings, &self.workers, &self.heartbeat);
+        Ok(change(vring, drained.state(0)))
     }
 
     fn drop_kick(&self, vring: &Vring, state: &mut VringState) {
@@ -227,12 +208,10 @@ impl Device {
     /// ([`set_memory`](Self::set_memory)).
     fn replace_memory(&mut self, memory: Memory) {
         let memory = Arc::new(memory);
-        self.hold(&self.vrings, |states| {
-            for (vring, state) in self.vrings.iter().zip(states) {
-                state.memory = memory.clone();
-                vring.configure(state);
-            }
-        });
+        for (vring, state) in self.drain().iter_mut() {
+            state.memory = memory.clone();
+            vring.configure(state);
+        }
         self.set_memory(memory);
     }
 
@@ -260,13 +239,11 @@ impl Device {
 
     /// Resets the device: empties the VM's tenant, begins a new generation and disables all rings.
     fn reset(&mut self) -> Result<()> {
-        self.hold(&self.vrings, |states| {
-            states.iter_mut().for_each(|state| state.enabled = false);
-        });
+        self.drain()
+            .states()
+            .for_each(|state| state.enabled = false);
         let generation = self.new_generation()?;
-        self.hold(&self.vrings, |states| {
-            self.begin_generation(states, generation)
-        });
+        self.begin_generation(&mut self.drain(), generation);
         self.background.wake();
         Ok(())
     }
@@ -277,23 +254,23 @@ impl Device {
     }
 
     /// Empties the VM's tenant and begins a generation, while no worker uses a ring.
-    fn begin_generation(&self, states: &mut [MutexGuard<'_, VringState>], generation: u64) {
-        states.iter_mut().for_each(|state| state.forget_index());
+    fn begin_generation(&self, drained: &mut DrainedVrings<'_>, generation: u64) {
+        drained.states().for_each(VringState::forget_index);
         self.vm().clear();
         self.link.generation.store(generation, Ordering::SeqCst);
     }
 
     /// Ends the device: stops all rings, releases the guest's memory and empties the VM's tenant.
     pub fn end(&mut self) {
-        self.hold(&self.vrings, |states| {
-            for (vring, state) in self.vrings.iter().zip(states) {
-                self.drop_kick(vring, state);
-                state.enabled = false;
-                state.memory = Arc::new(self.empty_memory());
-                (state.call, state.error) = (None, None);
-            }
-            self.vm().clear();
-        });
+        let mut drained = self.drain();
+        for (vring, state) in drained.iter_mut() {
+            self.drop_kick(vring, state);
+            state.enabled = false;
+            state.memory = Arc::new(self.empty_memory());
+            (state.call, state.error) = (None, None);
+        }
+        self.vm().clear();
+        drop(drained);
         self.report_missed_pages();
         let empty = Arc::new(self.empty_memory());
         self.set_memory(empty);
@@ -356,19 +333,19 @@ impl VhostUserBackendReqHandlerMut for Device {
             )));
         }
         let enable = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
-        self.hold(&self.vrings, |states| {
-            // No worker uses a vring while dirty logging is switched on or off. Each write to guest
-            // memory therefore comes either before or after the change.
-            self.log
-                .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
-            for state in states {
-                state
-                    .queue
-                    .set_event_idx(features & VIRTIO_F_EVENT_IDX != 0);
-                state.retain = features & 1 << wire::F_RETAIN != 0;
-                state.enabled |= enable;
-            }
-        });
+        let mut drained = self.drain();
+        // No worker uses a vring while dirty logging is switched on or off. Each write to guest
+        // memory therefore comes either before or after the change.
+        self.log
+            .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
+        for state in drained.states() {
+            state
+                .queue
+                .set_event_idx(features & VIRTIO_F_EVENT_IDX != 0);
+            state.retain = features & 1 << wire::F_RETAIN != 0;
+            state.enabled |= enable;
+        }
+        drop(drained);
         self.report_missed_pages();
         Ok(())
     }
@@ -403,7 +380,7 @@ impl VhostUserBackendReqHandlerMut for Device {
                  {max}"
             )));
         }
-        self.hold_one(index, |vring, state| {
+        self.drain_one(index, |vring, state| {
             state.queue.set_size(num as u16);
             vring.configure(state);
         })
@@ -421,7 +398,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         // The dirty log covers writes to the used ring like all writes to guest memory. The flags
         // and the log address in this message, which could select another place in the log, are
         // therefore not needed.
-        self.hold_one(index, |vring, state| {
+        self.drain_one(index, |vring, state| {
             state.addresses = Some(RingAddresses {
                 descriptor,
                 available,
@@ -438,25 +415,26 @@ impl VhostUserBackendReqHandlerMut for Device {
         // next SET_VRING_KICK. The ring must not start at its new base with its old addresses.
         let vring = self.vring(index)?;
         let generation = self.new_generation()?;
-        let continues = self.hold(&self.vrings, |states| {
-            let continues = states[index as usize].continues_at(base);
-            self.drop_kick(vring, &mut states[index as usize]);
-            if !continues {
-                // The driver may set up other rings later, or never, and use their memory for
-                // something else. Until then, no worker may follow them.
-                let others = self.vrings.iter().zip(states.iter_mut());
-                for (other, state) in others.filter(|(_, state)| state.is_of_former_driver()) {
-                    self.drop_kick(other, state);
-                    if !Arc::ptr_eq(other, vring) {
-                        state.forget_place();
-                    }
+        let mut drained = self.drain();
+        let state = drained.state(index as usize);
+        let continues = state.continues_at(base);
+        self.drop_kick(vring, state);
+        if !continues {
+            // The driver may set up other rings later, or never, and use their memory for something
+            // else. Until then, no worker may follow them.
+            let rings = drained.iter_mut();
+            for (other, state) in rings.filter(|(_, state)| state.is_of_former_driver()) {
+                self.drop_kick(other, state);
+                if !Arc::ptr_eq(other, vring) {
+                    state.forget_place();
                 }
-                self.begin_generation(states, generation);
             }
-            states[index as usize].set_base(base);
-            vring.configure(&mut states[index as usize]);
-            continues
-        });
+            self.begin_generation(&mut drained, generation);
+        }
+        let state = drained.state(index as usize);
+        state.set_base(base);
+        vring.configure(state);
+        drop(drained);
         if !continues {
             self.background.wake();
             self.vm().info(format_args!(
@@ -467,7 +445,7 @@ impl VhostUserBackendReqHandlerMut for Device {
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
-        let base = self.hold_one(index, |vring, state| {
+        let base = self.drain_one(index, |vring, state| {
             self.drop_kick(vring, state);
             state.call = None;
             let base = state.queue.next_avail();
@@ -487,7 +465,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             ))
         })?;
         let fd = Arc::new(event_fd(file)?);
-        self.hold_one(u32::from(index), |vring, state| {
+        self.drain_one(u32::from(index), |vring, state| {
             self.drop_kick(vring, state);
             let token = self.workers.register(vring, fd).map_err(|e| {
                 failed(format!(
@@ -502,7 +480,7 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let fd = file.map(event_fd).transpose()?;
-        self.hold_one(u32::from(index), |_, state| {
+        self.drain_one(u32::from(index), |_, state| {
             // An interrupt is sent at once, because a daemon that was killed may have published
             // answers without sending an interrupt. With EVENT_IDX, later answers need not cause an
             // interrupt, and the driver would wait for ever.
@@ -515,7 +493,7 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_vring_err(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let fd = file.map(event_fd).transpose()?;
-        self.hold_one(u32::from(index), |_, state| state.error = fd)
+        self.drain_one(u32::from(index), |_, state| state.error = fd)
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
@@ -536,7 +514,7 @@ impl VhostUserBackendReqHandlerMut for Device {
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        self.hold_one(index, |_, state| state.enabled = enable)
+        self.drain_one(index, |_, state| state.enabled = enable)
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
@@ -700,6 +678,23 @@ mod tests {
             (device.expect("the host has no random numbers"), front_end)
         };
         (device, workers, background)
+    }
+
+    /// A panic of the control thread leaves the states of the vrings unknown. No worker may use the
+    /// vrings then, until the thread has ended the connection.
+    #[test]
+    fn vrings_stay_drained_after_a_panic_of_the_control_thread() {
+        let (device, workers, _background) = devices();
+        let (device, _front_end) = device();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _drained = device.drain();
+            panic!("a panic of a test");
+        }));
+        assert!(panicked.is_err());
+        assert!(device.vrings.iter().all(|vring| vring.is_draining()));
+        drop(device.drain());
+        assert!(!device.vrings.iter().any(|vring| vring.is_draining()));
+        workers.stop();
     }
 
     /// The device limits the number of queues and their size, and thereby the requests in flight.

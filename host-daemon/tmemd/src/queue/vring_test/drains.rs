@@ -8,13 +8,13 @@ use crate::util::event_fd::consume;
 fn a_drained_or_locked_vring_takes_no_chain() {
     let mut guest = guest();
     guest.put(0, 1);
-    guest.vring.raise_hold();
+    guest.vring.begin_drain();
     assert_eq!(
         (guest.run_slice(), guest.used()),
         (SliceEnd::Idle, 0),
         "a chain was taken during a drain"
     );
-    guest.vring.lower_hold();
+    guest.vring.end_drain();
     {
         let _state = guest.vring.lock();
         assert_eq!(
@@ -147,7 +147,7 @@ fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
     guest.run_slice();
-    guest.vring.lower_hold();
+    guest.vring.end_drain();
     assert_eq!(guest.bytes(put, 9)[8], wire::P_REFUSED);
     assert_eq!(guest.results(missed, 1), [wire::P_MISS]);
     assert_eq!(

@@ -13,7 +13,7 @@ fn a_drain_returns_an_interrupted_chain_to_the_ring() {
     let answer = guest.get(0, 64);
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::More, 0));
     let hits = guest.link.vm.tenant.stats().hits as usize;
-    guest.vring.raise_hold();
+    guest.vring.begin_drain();
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
     let mut state = guest.vring.lock();
     assert_eq!(
@@ -29,7 +29,7 @@ fn a_drain_returns_an_interrupted_chain_to_the_ring() {
     assert!(state.unfinished.is_none());
     guest.vring.configure(&mut state);
     drop(state);
-    guest.vring.lower_hold();
+    guest.vring.end_drain();
     while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.used(), 1);
     let mut expected = [wire::P_HIT; 64];
@@ -49,14 +49,14 @@ fn an_interrupted_chain_continues_after_a_drain_without_ring_changes() {
     guest.store_dense(64);
     let answer = guest.get(0, 64);
     assert_eq!(guest.run_slice(), SliceEnd::More);
-    guest.vring.raise_hold();
+    guest.vring.begin_drain();
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
     {
         let mut state = guest.vring.lock();
         state.memory = guest.memory.clone();
         guest.vring.configure(&mut state);
     }
-    guest.vring.lower_hold();
+    guest.vring.end_drain();
     while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
 }
