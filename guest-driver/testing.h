@@ -23,6 +23,7 @@
 extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
 extern unsigned int tmem_inject_nomem_device;
+extern unsigned int tmem_inject_more_queues;
 extern unsigned int tmem_inject_memory_error;
 extern unsigned int tmem_inject_corrupt;
 extern unsigned int tmem_inject_retained_changed;

@@ -37,6 +37,10 @@ MODULE_PARM_DESC(retain, "let the host keep pages that are read back, so that un
 
 /* --- queues -------------------------------------------------------------------------------- */
 
+/*
+ * Returns -ENOENT if the device may have fewer request queues. Its configuration has the number of
+ * the back end, and the front end may offer fewer.
+ */
 static int find_queues(struct tmem_dev *dev)
 {
 	struct virtqueue_info info[1 + VIRTIO_TMEM_REQUEST_QUEUES_MAX] = {
@@ -49,6 +53,9 @@ static int find_queues(struct tmem_dev *dev)
 	for (i = 1; i <= dev->nr_queues; i++)
 		info[i] = (struct virtqueue_info){ "request", tmem_send_vq_callback };
 	err = tmem_find_vqs(dev->vdev, 1 + dev->nr_queues, vqs, info);
+	/* Which error a queue that does not exist causes depends on the transport. */
+	if ((err == -ENOENT || err == -EINVAL) && dev->nr_queues > 1)
+		return -ENOENT;
 	if (err) {
 		dev_err(&dev->vdev->dev, "the device is not used: %u virtqueues cannot be set up (error %d)\n",
 			1 + dev->nr_queues, err);
@@ -93,7 +100,7 @@ static unsigned int share_pages(unsigned int eighths)
 	return min(tmem_budget_bytes() / 8UL * eighths / PAGE_SIZE, (unsigned long)UINT_MAX);
 }
 
-static int read_limits(struct tmem_dev *dev)
+static int read_limits(struct tmem_dev *dev, unsigned int queues_max)
 {
 	struct virtio_device *vdev = dev->vdev;
 	u16 queues, batch_max;
@@ -101,6 +108,9 @@ static int read_limits(struct tmem_dev *dev)
 
 	virtio_cread_le(vdev, struct virtio_tmem_config, page_size, &page_size);
 	virtio_cread_le(vdev, struct virtio_tmem_config, num_request_queues, &queues);
+	/* Let a test use a device that has fewer queues than its configuration says. */
+	if (TMEM_INJECT(more_queues))
+		queues = VIRTIO_TMEM_REQUEST_QUEUES_MAX;
 	virtio_cread_le(vdev, struct virtio_tmem_config, batch_max, &batch_max);
 	virtio_cread_le(vdev, struct virtio_tmem_config, pools_max, &pools);
 	if (page_size != VIRTIO_TMEM_PAGE_SIZE || !queues ||
@@ -116,7 +126,8 @@ static int read_limits(struct tmem_dev *dev)
 	 * With several queues, several workers of the host can serve the puts and gets of one
 	 * processor. More queues than full batches in the ring would only take memory.
 	 */
-	dev->nr_queues = clamp(share_pages(TMEM_RING_EIGHTHS) / batch_max, 1, queues);
+	dev->nr_queues = clamp(share_pages(TMEM_RING_EIGHTHS) / batch_max, 1,
+			       min_t(unsigned int, queues, queues_max));
 	dev->batch_max = batch_max;
 	dev->pools_max = pools;
 	return 0;
@@ -187,7 +198,11 @@ static int alloc_memory(struct tmem_dev *dev)
 	return 0;
 }
 
-static int set_up(struct virtio_device *vdev)
+/*
+ * Sets the device up with up to @queues_max request queues. If the device may have fewer, returns
+ * -ENOENT, and sets @queues_max for the next attempt.
+ */
+static int set_up(struct virtio_device *vdev, unsigned int *queues_max)
 {
 	const char *why = unsuitable(vdev);
 	struct tmem_dev *dev;
@@ -214,7 +229,7 @@ static int set_up(struct virtio_device *vdev)
 	dev->cookie_base = (get_random_u64() >> 1) | 1;
 	err = tmem_dev_users_init(dev);
 	if (!err)
-		err = read_limits(dev);
+		err = read_limits(dev, *queues_max);
 	if (!err)
 		err = alloc_memory(dev);
 	if (err)
@@ -231,8 +246,13 @@ static int set_up(struct virtio_device *vdev)
 	sched_set_fifo_low(dev->feeder);
 	vdev->priv = dev;
 	err = find_queues(dev);
+	if (err == -ENOENT)
+		*queues_max = dev->nr_queues - 1;
 	if (err)
 		goto fail_feeder;
+	if (*queues_max < VIRTIO_TMEM_REQUEST_QUEUES_MAX)
+		dev_notice(&vdev->dev, "the host's VMM offers %u request queues only\n",
+			   dev->nr_queues);
 	virtio_device_ready(vdev);
 	tmem_index_reserve(dev->memory_bytes, dev->retain);
 	tmem_pools_device(true);
@@ -280,13 +300,17 @@ static void tear_down(struct virtio_device *vdev)
 
 static int tmem_probe(struct virtio_device *vdev)
 {
+	unsigned int queues_max = VIRTIO_TMEM_REQUEST_QUEUES_MAX;
 	int err = -EBUSY;
 
 	mutex_lock(&setup_lock);
-	if (device_taken)
+	if (device_taken) {
 		dev_err(&vdev->dev, "the device is not used: this guest has a virtio-tmem device already; remove one of them\n");
-	else
-		err = set_up(vdev);
+	} else {
+		do {
+			err = set_up(vdev, &queues_max);
+		} while (err == -ENOENT && queues_max);
+	}
 	if (!err)
 		device_taken = true;
 	mutex_unlock(&setup_lock);

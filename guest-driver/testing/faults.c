@@ -30,6 +30,10 @@ unsigned int tmem_inject_nomem_device;
 module_param_named(inject_nomem_device, tmem_inject_nomem_device, uint, 0644);
 MODULE_PARM_DESC(inject_nomem_device, "TEST: every n'th set-up of a device finds no memory for bounce pages");
 
+unsigned int tmem_inject_more_queues;
+module_param_named(inject_more_queues, tmem_inject_more_queues, uint, 0644);
+MODULE_PARM_DESC(inject_more_queues, "TEST: every n'th set-up of a device reads the largest number of request queues");
+
 unsigned int tmem_inject_memory_error;
 module_param_named(inject_memory_error, tmem_inject_memory_error, uint, 0644);
 MODULE_PARM_DESC(inject_memory_error, "TEST: every n'th evicted page that the driver copies or checks has a memory error");

@@ -169,6 +169,27 @@ def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
     assert state(guest) == "tripped"
 
 
+def test_device_with_fewer_queues_than_configured_is_used(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A generic front end may offer fewer queues than the daemon's configuration says."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        Tmem(daemon.socket("vm1"), num_queues=3),
+        disks=[data],
+        parameters="verify_every=0 inject_more_queues=1",
+    )
+    assert "the host's VMM offers 3 request queues only" in guest.sh("dmesg", 60)
+    check_works(guest, sums)
+    reload(guest, "inject_more_queues=1")
+    check_works(guest, sums)
+    assert stats(guest)["mismatches"] == 0
+
+
 def test_injected_faults_and_limits_cause_no_wrong_byte(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
