@@ -202,6 +202,11 @@ class Libvirt:
             os.kill(libvirtd, signal.SIGTERM)
             self._process.wait(20)
         self.start()
+        # libvirtd reconnects to its domains in the background, and a command to a domain's monitor
+        # waits for that. `virsh destroy` does not wait: it kills QEMU, so that the reconnect ends
+        # the domain, and then fails because the domain has ended.
+        for uuid in self.virsh("list", "--uuid").split():
+            self.virsh("qemu-monitor-command", uuid, "--hmp", "info status")
 
     def _virsh(self, *words: str | Path, stdin: str | None = None) -> Run:
         return run(["virsh", "--quiet", "--connect", self.uri, *words], stdin)

@@ -461,8 +461,7 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     libvirt.virsh("start", name, "--paused")
     daemon.kill()
     libvirt.restart()
-    # The VM survived the restart of libvirtd without a running tmemd. `virsh destroy` would fail if
-    # the VM had ended.
+    # The VM survived the restart of libvirtd without a running tmemd.
     assert libvirt.virsh("domstate", name).strip() == "paused"
     libvirt.virsh("destroy", name)
 
