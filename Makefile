@@ -5,7 +5,7 @@
 
 KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
-PROGRAMS = tmemd tmemctl tmem-hook tmem-libvirt tmem-exporter
+PROGRAMS = tmemd tmemctl tmem-libvirt tmem-exporter
 PYTHON = tests/python
 PYTHON_FILES = . ../qemu-dev/tests repo/lint-prose
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.paths import ROOT
 
-RULES = ROOT / "host-daemon/tmem-hook/apparmor/libvirt-qemu"
+RULES = ROOT / "host-daemon/tmem-libvirt/apparmor/libvirt-qemu"
 STOCK = Path("/etc/apparmor.d")
 UUID = "5ca1ab1e-0000-4000-8000-0123456789ab"
 

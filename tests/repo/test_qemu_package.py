@@ -55,7 +55,7 @@ def test_package_tmemctl_and_apparmor_name_the_same_qemu() -> None:
     assert "virtio-tmem-qemu/usr/bin/$(PROGRAM)-tmem" in rules
     source = (ROOT / "host-daemon/tmemctl/src/packaged.rs").read_text()
     assert f'pub const PATH: &str = "{PROGRAM}";' in source
-    apparmor = (ROOT / "host-daemon/tmem-hook/apparmor/libvirt-qemu").read_text()
+    apparmor = (ROOT / "host-daemon/tmem-libvirt/apparmor/libvirt-qemu").read_text()
     assert f"  {PROGRAM} rmix,\n" in apparmor
     assert f"qemu={PROGRAM}\n" in (ROOT / "packaging/check-packages-inside").read_text()
     for page in ("docs/install.md", "docs/libvirt.md", "docs/qemu.md"):

@@ -25,7 +25,7 @@ NAMING = (
 )  # fmt: skip
 
 
-PROGRAMS = ("tmemd", "tmemctl", "tmem-hook", "tmem-libvirt", "tmem-exporter")
+PROGRAMS = ("tmemd", "tmemctl", "tmem-libvirt", "tmem-exporter")
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -22,8 +22,8 @@ use libvirt::{Connection, Event};
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
-use tmem_hook::Owner;
-use tmem_libvirt::Arguments;
+use tmem_libvirt::arguments::Arguments;
+use tmem_libvirt::vm::Owner;
 
 /// Longest time between two comparisons of the daemon's VMs with libvirt's domains. They are
 /// repeated because the daemon may have restarted. Operators hardly notice a delay of 1 s, and a

@@ -227,7 +227,7 @@ fn apparmor(root: &Path) -> Finding {
         false => Finding::fault(
             of,
             "AppArmor confines libvirt's QEMUs and has no rule for the daemon's sockets",
-            "cat host-daemon/tmem-hook/apparmor/libvirt-qemu >>/etc/apparmor.d/local/abstractions/libvirt-qemu \
+            "cat host-daemon/tmem-libvirt/apparmor/libvirt-qemu >>/etc/apparmor.d/local/abstractions/libvirt-qemu \
              (docs/libvirt.md, confined hosts)",
         ),
     }
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(state("apparmor"), State::Good);
         write(root, "sys/module/apparmor/parameters/enabled", "Y\n");
         assert_eq!(state("apparmor"), State::Fault);
-        let rules = include_str!("../../../tmem-hook/apparmor/libvirt-qemu");
+        let rules = include_str!("../../../tmem-libvirt/apparmor/libvirt-qemu");
         write(
             root,
             "etc/apparmor.d/local/abstractions/libvirt-qemu",

@@ -19,6 +19,9 @@
 //! Usage: tmem-hook [--socket PATH] [--owner USER] [--late-file PATH] DOMAIN OPERATION ..., with the
 //! domain's XML on stdin.
 
+mod late;
+
+use late::LateRecord;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixDatagram;
 use std::panic::catch_unwind;
@@ -30,8 +33,7 @@ use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 use tmem_domain::{Device, Domain};
-use tmem_hook::late::{self, LateRecord};
-use tmem_hook::{Owner, away, refusal};
+use tmem_libvirt::vm::{Owner, away, refusal};
 
 /// Longest time that the hook delays the start of a VM if the daemon does not answer. The daemon
 /// normally answers within milliseconds. The time is short because people wait for the start.
@@ -266,7 +268,7 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
     if !vms.iter().any(is_it) {
         return None;
     }
-    let other = tmem_hook::other_socket(&device.socket, &domain.uuid);
+    let other = tmem_libvirt::vm::other_socket(&device.socket, &domain.uuid);
     match tmem_domain::move_socket(xml, &other) {
         Ok(xml) => {
             // An error of this write is ignored. It means that libvirt does not read the XML, which
@@ -399,7 +401,7 @@ fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), Stri
     };
     LOOKS_UP.store(true, Ordering::Relaxed);
     let vm = Owner::find(options.owner.as_deref())
-        .and_then(|owner| tmem_hook::vm(domain, device, &cache, owner));
+        .and_then(|owner| tmem_libvirt::vm::vm(domain, device, &cache, owner));
     LOOKS_UP.store(false, Ordering::Relaxed);
     let vm = vm?;
     match ask(socket, |client| client.add_vm(vm.clone()).call()) {

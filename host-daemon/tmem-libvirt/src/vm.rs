@@ -4,8 +4,6 @@
 //!
 //! Out of scope: calls to libvirt, and waiting for the daemon.
 
-pub mod late;
-
 use std::path::Path;
 use tmem_control as api;
 use tmem_control::accounts::Kind;

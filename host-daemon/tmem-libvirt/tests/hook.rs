@@ -5,16 +5,16 @@
 //!
 //! A file that each test writes takes the place of the host's /proc/meminfo.
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::Shutdown;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
-use tmem_hook::late::LateRecord;
 use tmem_testing::TestDaemon;
 use tmemd::PressureConfig;
 
@@ -430,12 +430,25 @@ fn a_daemon_with_too_many_clients_delays_a_start_only_until_the_timeout() {
     }
     // It also does so if it was late a short time ago.
     let control = host.control();
-    let record = LateRecord::new(control.with_extension("late"));
-    record.write(&control).expect("cannot write the record");
+    write_late_record(&control);
     let output = hook(&control, "prepare", &xml);
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(words.contains("too many clients"), "{words}");
     assert!(!control.with_extension("late").exists());
+}
+
+/// Writes the hook's record that the daemon did not answer a moment ago.
+fn write_late_record(control: &Path) {
+    let uptime = fs::read_to_string("/proc/uptime").expect("cannot read the uptime");
+    let seconds: f64 = uptime
+        .split(' ')
+        .next()
+        .and_then(|seconds| seconds.parse().ok())
+        .expect("the uptime is no number");
+    let path = control.with_extension("late");
+    let record = format!("{} {}", (seconds * 1000.0) as u64, control.display());
+    fs::write(&path, record).expect("cannot write the record");
+    fs::set_permissions(&path, Permissions::from_mode(0o600)).expect("cannot change the mode");
 }
 
 #[test]
