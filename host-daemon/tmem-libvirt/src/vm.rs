@@ -4,10 +4,10 @@
 //!
 //! Out of scope: calls to libvirt, and waiting for the daemon.
 
+use crate::domain::{Cache, Device, Domain};
 use std::path::Path;
 use tmem_control as api;
 use tmem_control::accounts::Kind;
-use tmem_domain::{Cache, Device, Domain};
 
 /// Names of the user that runs QEMU for libvirt: the first on Debian and Ubuntu, the second on
 /// other distributions.

@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
-use tmem_domain::DEVICE;
+use tmem_libvirt::domain::DEVICE;
 
 /// Maximum number of bytes that tmemctl reads of an emulator's answer. QEMU's answer has about 3
 /// KiB.

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
-use tmem_domain::{CACHE_NAMESPACE, CACHE_PREFIX, Cache, DEVICE, Options};
+use tmem_libvirt::domain::{CACHE_NAMESPACE, CACHE_PREFIX, Cache, DEVICE, Options};
 use virt::connect::Connect;
 use virt::domain::Domain;
 use virt::error::{Error, ErrorNumber};
@@ -91,8 +91,8 @@ pub struct DetachArguments {
     preview: Preview,
 }
 
-impl From<tmem_domain::Error> for Failure {
-    fn from(error: tmem_domain::Error) -> Failure {
+impl From<tmem_libvirt::domain::Error> for Failure {
+    fn from(error: tmem_libvirt::domain::Error) -> Failure {
         Failure(error.0, Code::Refused)
     }
 }
@@ -195,7 +195,7 @@ impl Target {
         &self,
         preview: &Preview,
         done: &str,
-        check: impl Fn(&tmem_domain::Domain) -> Result<(T, String), Failure>,
+        check: impl Fn(&tmem_libvirt::domain::Domain) -> Result<(T, String), Failure>,
         change: impl Fn(&str, &T) -> Result<String, Failure>,
     ) -> Result<String, Failure> {
         let (connection, domain) = self.open()?;
@@ -210,7 +210,9 @@ impl Target {
                 Code::Refused,
             ));
         }
-        let (facts, note) = check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
+        let (facts, note) = check(&tmem_libvirt::domain::Domain::parse(
+            &self.config(&domain, false)?,
+        )?)?;
         // `check` may take some time, so the XML is read again before it is changed. Otherwise a
         // change that another program made meanwhile would be lost.
         let shown = self.config(&domain, false)?;
@@ -250,7 +252,7 @@ impl Target {
 pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Failure> {
     let arguments = &with_packaged_emulator(arguments, reach.half_the_time())?;
     let target = &arguments.target;
-    let check = |domain: &tmem_domain::Domain| {
+    let check = |domain: &tmem_libvirt::domain::Domain| {
         let (connection, _) = target.open()?;
         check_acpi(domain, connection.get_lib_version().unwrap_or(u32::MAX))?;
         let emulator = check_emulator(arguments, domain, reach.half_the_time())?;
@@ -258,7 +260,7 @@ pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Fail
     };
     let done = "the device is attached";
     let text = target.change(&arguments.preview, done, check, |xml, retain| {
-        let before = tmem_domain::Domain::parse(xml)?;
+        let before = tmem_libvirt::domain::Domain::parse(xml)?;
         // If the user gives no option for a setting, the domain's metadata element keeps its value.
         // An invalid element counts as empty.
         let mut cache = before.cache.and_then(Result::ok).unwrap_or_default();
@@ -276,11 +278,11 @@ pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Fail
         let directory = arguments.run_directory.clone().or(directory);
         let options = Options {
             cache,
-            socket_folder: directory.unwrap_or_else(|| tmem_domain::SOCKET_FOLDER.into()),
+            socket_folder: directory.unwrap_or_else(|| tmem_libvirt::domain::SOCKET_FOLDER.into()),
             emulator: arguments.emulator.clone(),
             retain: *retain,
         };
-        tmem_domain::attach(xml, &options)
+        tmem_libvirt::domain::attach(xml, &options)
             .map_err(|error| Failure(format!("domain {}: {error}", target.domain), Code::Refused))
     });
     Ok(target.output(text?))
@@ -297,7 +299,8 @@ fn with_packaged_emulator(
     let path = Path::new(packaged::PATH);
     if arguments.emulator.is_none() && is_local(&arguments.target.connect) && path.exists() {
         let (_connection, domain) = arguments.target.open()?;
-        let domain = tmem_domain::Domain::parse(&arguments.target.config(&domain, false)?)?;
+        let domain =
+            tmem_libvirt::domain::Domain::parse(&arguments.target.config(&domain, false)?)?;
         let has_device = |own: &str| emulator::ask(own, limit).is_ok_and(|found| found.has_device);
         arguments.emulator = packaged::instead_of(domain.emulator.as_deref(), path, has_device);
     }
@@ -311,7 +314,7 @@ pub fn detach(arguments: &DetachArguments) -> Result<Output, Failure> {
         &arguments.preview,
         "the device is detached",
         |_| Ok(((), String::new())),
-        |xml, ()| Ok(tmem_domain::detach(xml)?),
+        |xml, ()| Ok(tmem_libvirt::domain::detach(xml)?),
     )?;
     Ok(target.output(text))
 }
@@ -327,7 +330,7 @@ pub fn is_local(uri: &str) -> bool {
 /// knowing whether the daemon supports retained pages.
 fn decide_retain(
     arguments: &AttachArguments,
-    domain: &tmem_domain::Domain,
+    domain: &tmem_libvirt::domain::Domain,
     emulator: Option<emulator::Emulator>,
     reach: &Reach,
 ) -> Result<(Option<bool>, String), Failure> {
@@ -354,7 +357,7 @@ const ACPI_PROPERTY_VERSION: u32 = 9_002_000;
 
 /// Checks that libvirt can start the domain with a QEMU that has the device: an old libvirt cannot
 /// if the domain has no ACPI, because such a QEMU has version 10.0 or newer.
-fn check_acpi(domain: &tmem_domain::Domain, libvirt: u32) -> Result<(), Failure> {
+fn check_acpi(domain: &tmem_libvirt::domain::Domain, libvirt: u32) -> Result<(), Failure> {
     if domain.acpi || libvirt >= ACPI_PROPERTY_VERSION {
         return Ok(());
     }
@@ -373,7 +376,7 @@ fn check_acpi(domain: &tmem_domain::Domain, libvirt: u32) -> Result<(), Failure>
 /// none.
 fn check_emulator(
     arguments: &AttachArguments,
-    domain: &tmem_domain::Domain,
+    domain: &tmem_libvirt::domain::Domain,
     limit: Duration,
 ) -> Result<Option<emulator::Emulator>, Failure> {
     if !is_local(&arguments.target.connect) {
@@ -533,7 +536,7 @@ mod tests {
     fn a_domain_without_acpi_needs_a_newer_libvirt() {
         let domain = |features: &str| {
             let xml = format!("<domain><name>web1</name><uuid>1</uuid>{features}</domain>");
-            tmem_domain::Domain::parse(&xml).expect("the XML is not valid")
+            tmem_libvirt::domain::Domain::parse(&xml).expect("the XML is not valid")
         };
         let (without, with) = (
             domain("<features/>"),

@@ -13,7 +13,7 @@ use clap::Args;
 use std::path::Path;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
-use tmem_domain::{Cache, WEIGHT_MAX, parse_size, write_size};
+use tmem_libvirt::domain::{Cache, WEIGHT_MAX, parse_size, write_size};
 
 #[cfg(feature = "libvirt")]
 use crate::libvirt::{self, Target};

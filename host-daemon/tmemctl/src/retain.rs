@@ -7,7 +7,7 @@
 
 use crate::exit::{Code, Failure};
 use clap::ValueEnum;
-use tmem_domain::DEVICE;
+use tmem_libvirt::domain::DEVICE;
 
 /// Value of the option `--retain`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -2,7 +2,7 @@
 //! Reads what the XML of a running domain requests of the daemon.
 
 use tmem_control::VmSpec;
-use tmem_domain::Domain;
+use tmem_libvirt::domain::Domain;
 use tmem_libvirt::vm::Owner;
 
 /// Service that a domain's metadata requests of the daemon, see [`read`].
@@ -58,14 +58,14 @@ mod tests {
     }
 
     fn cache(inside: &str) -> String {
-        let namespace = tmem_domain::CACHE_NAMESPACE;
+        let namespace = tmem_libvirt::domain::CACHE_NAMESPACE;
         format!("<tmem:cache xmlns:tmem='{namespace}'>{inside}</tmem:cache>")
     }
 
     #[test]
     fn cache_settings_are_read_from_the_domain_xml() {
         let owner = Owner(Some(107));
-        let device = tmem_domain::DEVICE;
+        let device = tmem_libvirt::domain::DEVICE;
         let read = |cache: &str, access, device| read(UUID, &xml(cache, access, device), owner);
         let limit = cache("<tmem:limit unit='MiB'>5</tmem:limit>");
         let Some(Request::Settings(vm)) = read(&limit, "shared", device) else {

@@ -32,7 +32,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
-use tmem_domain::{Device, Domain};
+use tmem_libvirt::domain::{Device, Domain};
 use tmem_libvirt::vm::{Owner, away, refusal};
 
 /// Longest time that the hook delays the start of a VM if the daemon does not answer. The daemon
@@ -269,7 +269,7 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
         return None;
     }
     let other = tmem_libvirt::vm::other_socket(&device.socket, &domain.uuid);
-    match tmem_domain::move_socket(xml, &other) {
+    match tmem_libvirt::domain::move_socket(xml, &other) {
         Ok(xml) => {
             // An error of this write is ignored. It means that libvirt does not read the XML, which
             // libvirt itself reports.

@@ -9,7 +9,7 @@ use crate::libvirt::is_local;
 use crate::{Reach, in_time};
 use std::path::Path;
 use tmem_control as api;
-use tmem_domain::Domain;
+use tmem_libvirt::domain::Domain;
 use virt::connect::Connect;
 
 /// Checks all domains of the libvirt at `uri`. `served` are the VMs that the daemon serves;
@@ -182,7 +182,7 @@ mod tests {
         <devices><emulator>/usr/bin/qemu</emulator></devices></domain>";
 
     fn attached() -> String {
-        tmem_domain::attach(PLAIN, &tmem_domain::Options::default())
+        tmem_libvirt::domain::attach(PLAIN, &tmem_libvirt::domain::Options::default())
             .expect("cannot attach the device")
     }
 
@@ -274,13 +274,13 @@ mod tests {
 
     #[test]
     fn doctor_reports_a_retain_property_that_emulator_or_daemon_lacks() {
-        let options = |retain| tmem_domain::Options {
+        let options = |retain| tmem_libvirt::domain::Options {
             retain,
             ..Default::default()
         };
         for retain in [None, Some(false), Some(true)] {
-            let xml =
-                tmem_domain::attach(PLAIN, &options(retain)).expect("cannot attach the device");
+            let xml = tmem_libvirt::domain::attach(PLAIN, &options(retain))
+                .expect("cannot attach the device");
             for retains in [None, Some(false), Some(true)] {
                 for has_retain in [false, true] {
                     let ask = |_: &str| {

@@ -7,7 +7,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use tmem_domain::DEVICE;
+use tmem_libvirt::domain::DEVICE;
 
 const HOST: &str = "host";
 
@@ -190,7 +190,7 @@ fn replaced(root: &Path) -> Vec<Finding> {
 /// runs.
 #[cfg(feature = "libvirt")]
 pub fn huge_pages(xml: &str, active: bool, root: &Path) -> Option<Finding> {
-    let domain = tmem_domain::Domain::parse(xml).ok()?;
+    let domain = tmem_libvirt::domain::Domain::parse(xml).ok()?;
     // `takes_bytes` is 0 for a domain whose memory consists of huge pages, because it takes no
     // bytes of the host's available memory.
     if domain.device.is_none() || domain.takes_bytes > 0 || active {
@@ -309,7 +309,8 @@ mod tests {
         };
         let huge = plain("<memoryBacking><hugepages/></memoryBacking>");
         let attached = |xml: &str| {
-            let attached = tmem_domain::attach(xml, &tmem_domain::Options::default());
+            let attached =
+                tmem_libvirt::domain::attach(xml, &tmem_libvirt::domain::Options::default());
             attached.expect("cannot attach the device")
         };
         let state = |xml: &str| huge_pages(xml, false, root).map(|finding| finding.state);

@@ -5,15 +5,15 @@
 //! what differs from the goal. A second attach therefore changes nothing, even if libvirt has
 //! rewritten the XML after the first one.
 
-use crate::cache::Cache;
-use crate::edit::{self, Splice, apply, child, children, escape, find, indent_within, metadata};
-use crate::pci::free_address;
-use crate::read::unchangeable;
-use crate::read::{
+use super::cache::Cache;
+use super::edit::{self, Splice, apply, child, children, escape, find, indent_within, metadata};
+use super::pci::free_address;
+use super::read::unchangeable;
+use super::read::{
     CHARDEV_ID, Domain, RETAIN, argument_nodes, our_arguments, property, qemu_arguments,
 };
-use crate::undo::{self, Change};
-use crate::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
+use super::undo::{self, Change};
+use super::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
 
 /// Time in ms that QEMU waits between two attempts to connect to the daemon. It is short enough

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of domains that cannot have the device, and of domains that were changed after attach.
 
-use tmem_domain::{Cache, Domain, Options, attach, detach};
+use tmem_libvirt::domain::{Cache, Domain, Options, attach, detach};
 
 fn domain(inside: &str) -> String {
     format!(

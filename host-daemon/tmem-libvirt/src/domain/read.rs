@@ -2,10 +2,10 @@
 //! Reads a domain's XML: the virtio-tmem device, the quota, and the settings on which the VM's
 //! cache depends.
 
-use crate::cache::Cache;
-use crate::edit::{child, children, find, metadata};
-use crate::size::scale;
-use crate::{CACHE_NAMESPACE, DEVICE, Error};
+use super::cache::Cache;
+use super::edit::{child, children, find, metadata};
+use super::size::scale;
+use super::{CACHE_NAMESPACE, DEVICE, Error};
 use roxmltree::{Document, Node};
 
 /// QEMU id of the chardev that connects to the daemon's socket. A device whose chardev has this id

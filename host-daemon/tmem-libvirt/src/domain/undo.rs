@@ -6,8 +6,8 @@
 //! that attach added if the element has contents by now. It does not replace a value that attach
 //! set if the value was changed later.
 
-use crate::edit::{self, Splice, apply, escape};
-use crate::{Error, UNDO_NAMESPACE};
+use super::edit::{self, Splice, apply, escape};
+use super::{Error, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
 use std::ops::Range;
 

@@ -5,7 +5,7 @@
 
 use roxmltree::{Document, Node};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use tmem_domain::{Cache, Domain, Options, attach, detach};
+use tmem_libvirt::domain::{Cache, Domain, Options, attach, detach};
 
 /// Number of random domains that a run of the test generates.
 const ROUNDS: u64 = 500;

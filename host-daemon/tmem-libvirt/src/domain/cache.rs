@@ -2,9 +2,9 @@
 //! The XML element with a VM's quota in the metadata of a libvirt domain. If the element is
 //! invalid, parsing returns the reason.
 
-use crate::edit::escape;
-use crate::size::{scale, write_size};
-use crate::{CACHE_NAMESPACE, CACHE_PREFIX, Error};
+use super::edit::escape;
+use super::size::{scale, write_size};
+use super::{CACHE_NAMESPACE, CACHE_PREFIX, Error};
 use roxmltree::Node;
 
 /// Largest weight that the daemon accepts.
