@@ -58,7 +58,7 @@ def test_all_files_name_the_same_version(tmp_path: Path) -> None:
         if name.endswith("core.h"):
             text = re.sub(r"(VERSION_PATCH\t)\d+", r"\g<1>99", file.read_text())
         elif name.endswith(".lock"):
-            own = f'name = "tmem-log"\nversion = "{version}"'
+            own = f'name = "tmem-control"\nversion = "{version}"'
             text = file.read_text().replace(own, own.replace(version, "99.0.0"))
         else:
             text = file.read_text().replace(version, "99.0.0", 1)

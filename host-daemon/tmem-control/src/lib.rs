@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The control interface of tmemd, `io.virtiotmem.Control`. Its protocol is varlink on Unix
-//! sockets.
+//! What the host's programs share: the control interface of tmemd, `io.virtiotmem.Control`, whose
+//! protocol is varlink on Unix sockets, and the log ([`log`]).
 //!
 //! The types, the client and the service stubs are generated from the interface file in this
 //! directory. The interface name is not the reverse of a registered domain: it only has to differ
@@ -16,6 +16,7 @@ mod generated {
 
 pub mod accounts;
 pub mod arcstats;
+pub mod log;
 pub mod size;
 pub mod statistics;
 

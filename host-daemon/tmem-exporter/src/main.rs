@@ -27,7 +27,7 @@ const TOKEN_BYTES_MIN: usize = 16;
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    tmem_log::start("TMEM_EXPORTER_LOG");
+    tmem_control::log::start("TMEM_EXPORTER_LOG");
     match run(arguments) {
         Ok(never) => match never {},
         Err(error) => {

@@ -123,7 +123,7 @@ fn main() -> ExitCode {
             }
         };
     }
-    let log = tmem_log::start("TMEMD_LOG");
+    let log = tmem_control::log::start("TMEMD_LOG");
     // Signal handlers are installed before the daemon starts. A signal that arrives during the
     // start is therefore not lost.
     let mut signals = match Signals::new([SIGTERM, SIGINT, SIGHUP]) {
@@ -178,7 +178,7 @@ fn pause(signals: &mut Signals) -> bool {
 
 fn run(
     arguments: &Arguments,
-    log: &tmem_log::Log,
+    log: &tmem_control::log::Log,
     signals: &mut Signals,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let (mut config, filter) = read(arguments)?;
@@ -219,7 +219,7 @@ fn run(
 
 /// Reads the configuration file again and applies it to the running daemon. If the file is invalid,
 /// nothing changes.
-fn reload(arguments: &Arguments, log: &tmem_log::Log, daemon: &Daemon) {
+fn reload(arguments: &Arguments, log: &tmem_control::log::Log, daemon: &Daemon) {
     let done = read(arguments).and_then(|(config, filter)| {
         let later = daemon.reload(config)?;
         log.set(filter.as_deref().unwrap_or("info"))

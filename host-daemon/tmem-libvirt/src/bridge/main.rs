@@ -40,7 +40,7 @@ const PAUSES: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    tmem_log::start("TMEM_LIBVIRT_LOG");
+    tmem_control::log::start("TMEM_LIBVIRT_LOG");
     let started = Owner::find(arguments.owner.as_deref()).and_then(|owner| {
         let events = libvirt::start_events()?;
         Ok((owner, events))

@@ -191,7 +191,7 @@ fn some_uuid<'de, D: Deserializer<'de>>(value: D) -> Result<Option<String>, D::E
 
 fn filter<'de, D: Deserializer<'de>>(value: D) -> Result<Option<String>, D::Error> {
     text(value, |filter| {
-        tmem_log::check(filter).map(|()| Some(filter.into()))
+        tmem_control::log::check(filter).map(|()| Some(filter.into()))
     })
 }
 

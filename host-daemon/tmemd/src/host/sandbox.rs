@@ -47,7 +47,7 @@ use std::sync::OnceLock;
 /// supports.
 const LANDLOCK: ABI = ABI::V9;
 
-/// Directory of the journal's socket. tmem-log sends each log line to that socket by its path.
+/// Directory of the journal's socket. The log sends each log line to that socket by its path.
 const JOURNAL: &str = "/run/systemd/journal";
 
 /// Capabilities that the daemon keeps. CAP_CHOWN lets it give sockets to the users of QEMUs and to
