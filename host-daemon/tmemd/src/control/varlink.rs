@@ -364,7 +364,7 @@ impl api::VarlinkInterface for SocketInterface {
             Some(bytes) => {
                 tracing::info!(size_bytes, "the configured size of the pool was changed");
                 self.control.size.set_full(bytes);
-                self.control.registry.has_grown();
+                self.control.registry.grant_reserves();
                 call.reply()
             }
             None => call.reply_bad_size(

@@ -236,7 +236,7 @@ fn create_registry(
     let registry = Registry::new(engine, recorder, events, &config.run_directory)?;
     registry.set_pages_per_second(config.vm_pages_per_second);
     for vm in &config.vms {
-        registry.give(vm)?;
+        registry.add_configured(vm)?;
     }
     Ok(Arc::new(registry))
 }

@@ -173,7 +173,7 @@ impl Listener {
             mode: AtomicU32::new(access.mode),
             closed: AtomicBool::new(false),
         };
-        listener.give(access)?;
+        listener.set_access(access)?;
         rustix::net::listen(&listener.socket, BACKLOG).map_err(|e| at(path, io::Error::from(e)))?;
         Ok(listener)
     }
@@ -182,7 +182,7 @@ impl Listener {
     ///
     /// # Errors
     /// The system does not permit the change. The error says what to do.
-    pub fn give(&self, access: Access) -> io::Result<()> {
+    pub fn set_access(&self, access: Access) -> io::Result<()> {
         let path = &self.path;
         let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
         let owner = access.owner.unwrap_or(self.created_as.0);

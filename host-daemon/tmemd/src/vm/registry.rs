@@ -73,7 +73,25 @@ struct Member {
     added: Option<VmSpec>,
     /// Text for operators if the daemon has reduced the VM's reserve, at a restart or because the
     /// VM is the target of a migration; otherwise None.
-    short: Option<String>,
+    reduced_reserve: Option<String>,
+}
+
+/// List of the registry's VMs, which the registry's lock guards.
+#[derive(Default)]
+struct Members {
+    /// VMs in the order in which they were added.
+    list: Vec<Member>,
+    /// Number of VMs that were ever added.
+    added_count: u32,
+}
+
+/// A valid request to add a VM.
+struct ParsedSpec {
+    config: VmConfig,
+    /// Permissions of the VM's socket.
+    access: Access,
+    /// The request itself, with the UUID in its canonical form.
+    spec: VmSpec,
 }
 
 /// Registry of the VMs that the daemon serves.
@@ -88,9 +106,7 @@ pub struct Registry {
     memory_budget: Arc<MemoryBudget>,
     run_directory: PathBuf,
     store: VmStore,
-    /// Guards the list of VMs, in the order in which they were added, and the number of VMs that
-    /// were ever added.
-    members: Mutex<(Vec<Member>, u32)>,
+    members: Mutex<Members>,
     /// Eventfd that is signalled after the set of listening sockets has changed.
     changed: OwnedFd,
 }
@@ -103,14 +119,14 @@ impl Member {
 
 /// Returns the name that the target VM of a migration within this host gets. `name` is the name of
 /// the source VM.
-fn incoming(name: &str) -> String {
+fn incoming_name(name: &str) -> String {
     // Names are ASCII, so cutting a name at any byte leaves valid text.
     let room = NAME_BYTES_MAX - INCOMING.len();
     format!("{}{INCOMING}", &name[..name.len().min(room)])
 }
 
 /// Converts the pool's error about a reserve that does not fit into a refusal of the request.
-fn too_much(error: &AdmissionError) -> Refused {
+fn reserve_refused(error: &AdmissionError) -> Refused {
     Refused::Quota(reserve_text(error.reserve_bytes, error.available_bytes))
 }
 
@@ -139,7 +155,7 @@ impl Registry {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, (Vec<Member>, u32)> {
+    fn lock(&self) -> MutexGuard<'_, Members> {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -161,7 +177,7 @@ impl Registry {
 
     /// Returns all VMs, sorted by name.
     pub fn vms(&self) -> Vec<Arc<Vm>> {
-        let mut vms: Vec<Arc<Vm>> = self.lock().0.iter().map(|m| m.vm.clone()).collect();
+        let mut vms: Vec<Arc<Vm>> = self.lock().list.iter().map(|m| m.vm.clone()).collect();
         vms.sort_by_key(|vm| vm.name());
         vms
     }
@@ -169,35 +185,40 @@ impl Registry {
     /// Returns the listening sockets of all VMs, each with its VM.
     pub fn listeners(&self) -> Vec<(Arc<Listener>, Arc<Vm>)> {
         let members = self.lock();
-        let both = |m: &Member| Some((m.listener.clone()?, m.vm.clone()));
-        members.0.iter().filter_map(both).collect()
+        let listening = |m: &Member| Some((m.listener.clone()?, m.vm.clone()));
+        members.list.iter().filter_map(listening).collect()
     }
 
     /// Adds a VM of the configuration. [`listen`](Self::listen) binds its socket later.
     ///
     /// # Errors
     /// The VM's reserve does not fit into the pool.
-    pub fn give(&self, config: &VmConfig) -> Result<(), AdmissionError> {
+    pub fn add_configured(&self, config: &VmConfig) -> Result<(), AdmissionError> {
         let mut members = self.lock();
-        let vm = self.make(&mut members.1, config)?;
-        members.0.push(Member {
+        let vm = self.create_vm(&mut members, config)?;
+        members.list.push(Member {
             vm,
             listener: None,
             added: None,
-            short: None,
+            reduced_reserve: None,
         });
         Ok(())
     }
 
-    fn make(&self, came: &mut u32, config: &VmConfig) -> Result<Arc<Vm>, AdmissionError> {
+    /// Creates a VM and its tenant. The caller adds the VM to the list.
+    fn create_vm(
+        &self,
+        members: &mut Members,
+        config: &VmConfig,
+    ) -> Result<Arc<Vm>, AdmissionError> {
         let mut spec = TenantSpec::new(&config.name, config.quota);
         spec.trust_domain = config.trust_domain.clone();
         let tenant = self.engine.add_tenant(spec)?;
         let tap = self
             .recorder
             .clone()
-            .map(|recorder| Tap::new(recorder, *came));
-        *came += 1;
+            .map(|recorder| Tap::new(recorder, members.added_count));
+        members.added_count += 1;
         let events = self.events.clone();
         let mut vm = Vm::new(config.clone(), tenant, tap, events);
         vm.rate = RequestRate::new(&self.pages_per_second);
@@ -214,7 +235,7 @@ impl Registry {
     /// # Errors
     /// A socket cannot be bound.
     pub fn listen(&self) -> io::Result<()> {
-        for member in &mut self.lock().0 {
+        for member in &mut self.lock().list {
             let vm = &member.vm;
             let access = Access {
                 owner: vm.config.owner.as_ref().and_then(Account::number),
@@ -241,13 +262,14 @@ impl Registry {
             let name = vm.as_ref().ok().map(|spec| spec.name.clone());
             let name = name.as_deref();
             let added = vm.map_err(Refused::Vm).and_then(|spec| {
-                let (config, access) = self.parse_spec(&spec)?;
-                let given = |m: &Member| m.added.is_none() && m.vm.config.uuid == config.uuid;
-                if members.0.iter().any(given) {
+                let request = self.parse_spec(spec)?;
+                let uuid = &request.config.uuid;
+                let is_configured = |m: &Member| m.added.is_none() && m.vm.config.uuid == *uuid;
+                if members.list.iter().any(is_configured) {
                     let what = "the VM is also configured with --vm or [[vm]]";
                     return Err(Refused::Vm(what.into()));
                 }
-                self.insert(&mut members, &config, access, spec, true)
+                self.insert(&mut members, request, true)
             });
             match added {
                 Ok(None) => tracing::info!(vm = name, "VM restored from {}", path.display()),
@@ -268,9 +290,8 @@ impl Registry {
         }
     }
 
-    /// Checks those values of a request to add a VM that do not depend on other VMs. Returns the
-    /// VM's configuration and the permissions of its socket.
-    fn parse_spec(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
+    /// Parses a request to add a VM. Checks those values that do not depend on other VMs.
+    fn parse_spec(&self, mut spec: VmSpec) -> Result<ParsedSpec, Refused> {
         let fault =
             |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
         let id = |key: &str, id: Option<i64>| {
@@ -294,7 +315,7 @@ impl Registry {
             mode: mode as u32,
         };
         let socket = PathBuf::from(&spec.socket);
-        if !self.is_ours(&socket) {
+        if !self.is_in_run_directory(&socket) {
             let what = format!(
                 "sockets of VMs must be in {}: give the VM's device a socket there, or start the daemon with another \
                  --run-directory",
@@ -315,9 +336,11 @@ impl Registry {
                 return Err(fault("memory_max_bytes", &bytes.to_string(), what));
             }
         };
+        let name = parse_name(&spec.name).map_err(|what| fault("name", &spec.name, what))?;
+        spec.uuid = parse_uuid(&spec.uuid).map_err(|what| fault("uuid", &spec.uuid, what))?;
         let config = VmConfig {
-            name: parse_name(&spec.name).map_err(|what| fault("name", &spec.name, what))?,
-            uuid: Some(parse_uuid(&spec.uuid).map_err(|what| fault("uuid", &spec.uuid, what))?),
+            name,
+            uuid: Some(spec.uuid.clone()),
             trust_domain: domain?,
             quota: quota::from_api(&spec.quota).map_err(Refused::Quota)?,
             socket,
@@ -325,7 +348,11 @@ impl Registry {
             owner: None,
             memory_max_bytes,
         };
-        Ok((config, access))
+        Ok(ParsedSpec {
+            config,
+            access,
+            spec,
+        })
     }
 
     /// Inserts a new VM, or the target VM of a migration within this host. If its reserve does not
@@ -333,23 +360,22 @@ impl Registry {
     /// unreserved part of the pool. Returns the reason if the reserve was reduced.
     fn insert(
         &self,
-        members: &mut (Vec<Member>, u32),
-        config: &VmConfig,
-        access: Access,
-        spec: VmSpec,
+        members: &mut Members,
+        request: ParsedSpec,
         any_reserve: bool,
     ) -> Result<Option<String>, Refused> {
-        if members.0.len() >= VMS_MAX {
+        if members.list.len() >= VMS_MAX {
             return Err(Refused::Vm(format!(
                 "there are {VMS_MAX} VMs already, and no more are served"
             )));
         }
-        let mut config = config.clone();
-        let first = |m: &Member| *m.vm.name() == *config.name && m.vm.config.uuid == config.uuid;
-        if members.0.iter().any(first) {
-            config.name = incoming(&config.name);
+        let mut config = request.config;
+        let is_source =
+            |m: &Member| *m.vm.name() == *config.name && m.vm.config.uuid == config.uuid;
+        if members.list.iter().any(is_source) {
+            config.name = incoming_name(&config.name);
         }
-        for other in &members.0 {
+        for other in &members.list {
             let name = other.vm.name();
             if *name == *config.name {
                 return Err(Refused::Vm(format!(
@@ -364,68 +390,69 @@ impl Registry {
                 )));
             }
         }
-        let mut short = None;
-        let vm = match self.make(&mut members.1, &config) {
+        let mut reduced_reserve = None;
+        let vm = match self.create_vm(members, &config) {
             Err(error) if any_reserve => {
                 config.quota.reserve_bytes = error.available_bytes;
-                short = Some(format!("{}; the VM gets what is left", too_much(&error)));
-                self.make(&mut members.1, &config)
+                let why = reserve_refused(&error);
+                reduced_reserve = Some(format!("{why}; the VM gets what is left"));
+                self.create_vm(members, &config)
             }
-            made => made,
+            created => created,
         };
-        let vm = vm.map_err(|e| too_much(&e))?;
-        vm.set_problem(short.clone());
-        let listener =
-            Listener::bind(&config.socket, access).map_err(|e| Refused::Vm(e.to_string()))?;
-        let written = self.store.write(&spec);
+        let vm = vm.map_err(|e| reserve_refused(&e))?;
+        vm.set_problem(reduced_reserve.clone());
+        let listener = Listener::bind(&config.socket, request.access)
+            .map_err(|e| Refused::Vm(e.to_string()))?;
+        let written = self.store.write(&request.spec);
         written.map_err(|e| {
             Refused::Vm(format!(
                 "the VM cannot be stored for the next start of the daemon: {e}"
             ))
         })?;
-        members.0.push(Member {
+        members.list.push(Member {
             vm,
             listener: Some(Arc::new(listener)),
-            added: Some(spec),
-            short: short.clone(),
+            added: Some(request.spec),
+            reduced_reserve: reduced_reserve.clone(),
         });
         signal(&self.changed);
-        Ok(short)
+        Ok(reduced_reserve)
     }
 
     /// Grants requests of VMs that could not be granted before: a name that another VM had, or a
     /// reserve that did not fit into the pool.
-    fn make_good(&self, members: &mut [Member]) {
+    fn grant_pending(&self, members: &mut [Member]) {
         for at in 0..members.len() {
             let wanted = members[at].added.as_ref().map(|added| added.name.clone());
-            let has = |m: &Member| Some(&*m.vm.name()) == wanted.as_deref();
+            let has_name = |m: &Member| Some(&*m.vm.name()) == wanted.as_deref();
             if let Some(name) = &wanted
-                && !members.iter().any(has)
+                && !members.iter().any(has_name)
             {
                 let vm = &members[at].vm;
                 tracing::info!(vm = name, "VM {} is renamed to {name}", vm.name());
                 vm.rename(name);
             }
             let member = &mut members[at];
-            let (Some(short), Some(added)) = (&member.short, &member.added) else {
+            let (Some(reduced), Some(added)) = (&member.reduced_reserve, &member.added) else {
                 continue;
             };
             let set = quota::from_api(&added.quota).map(|quota| member.vm.tenant.set_quota(quota));
             if let Ok(Ok(())) = set {
                 let name = member.vm.name();
                 tracing::info!(vm = %name, "VM {name}: the requested reserve fits now and is granted");
-                if member.vm.problem().as_ref() == Some(short) {
+                if member.vm.problem().as_ref() == Some(reduced) {
                     member.vm.set_problem(None);
                 }
-                member.short = None;
+                member.reduced_reserve = None;
             }
         }
     }
 
     /// Grants requested reserves that did not fit into the pool before. The caller has enlarged the
     /// pool.
-    pub fn has_grown(&self) {
-        self.make_good(&mut self.lock().0);
+    pub fn grant_reserves(&self) {
+        self.grant_pending(&mut self.lock().list);
     }
 
     /// Adds a VM, or changes the VM that has the same UUID. If that VM is connected at another
@@ -434,112 +461,133 @@ impl Registry {
     /// # Errors
     /// The request is invalid or conflicts with another VM.
     pub fn add(&self, spec: VmSpec) -> Result<bool, Refused> {
-        let (config, access) = self.parse_spec(&spec)?;
-        let uuid = config.uuid.clone().unwrap_or_default();
+        let request = self.parse_spec(spec)?;
         let mut members = self.lock();
-        let added = self.add_to(&mut members, &config, access, VmSpec { uuid, ..spec })?;
-        self.make_good(&mut members.0);
+        let added = self.add_or_change(&mut members, request)?;
+        self.grant_pending(&mut members.list);
         Ok(added)
     }
 
-    fn add_to(
-        &self,
-        members: &mut (Vec<Member>, u32),
-        config: &VmConfig,
-        access: Access,
-        spec: VmSpec,
-    ) -> Result<bool, Refused> {
-        let of_it = |m: &Member| m.vm.config.uuid == config.uuid;
-        let at_it = |m: &Member| m.is(config.uuid.as_ref(), &config.socket);
+    fn add_or_change(&self, members: &mut Members, request: ParsedSpec) -> Result<bool, Refused> {
+        let config = &request.config;
+        let has_uuid = |m: &Member| m.vm.config.uuid == config.uuid;
+        let has_uuid_and_socket = |m: &Member| m.is(config.uuid.as_ref(), &config.socket);
         let is_free = |m: &Member| m.added.is_none() || !m.vm.connected.load(Ordering::Acquire);
-        let all = &members.0;
-        let ends = all.iter().filter(|m| of_it(m)).count();
-        let there = all.iter().position(at_it);
-        let there = there.or_else(|| all.iter().position(|m| of_it(m) && is_free(m)));
-        let Some(at) = there else {
+        let all = &members.list;
+        let entries = all.iter().filter(|m| has_uuid(m)).count();
+        let position = all.iter().position(has_uuid_and_socket);
+        let position = position.or_else(|| all.iter().position(|m| has_uuid(m) && is_free(m)));
+        let Some(at) = position else {
             // If the VM has an entry with another socket, it is being migrated within this host.
             // That entry is the source of the migration.
-            if ends > 1 {
+            if entries > 1 {
                 let what =
                     "the VM is connected at two sockets already, as in a migration on this host";
                 return Err(Refused::Vm(what.into()));
             }
-            self.insert(members, config, access, spec, ends == 1)?;
+            let config = config.clone();
+            self.insert(members, request, entries == 1)?;
             let socket = config.socket.display();
             tracing::info!(vm = config.name, uuid = config.uuid, %socket, "VM added");
             let (kind, vm) = (EventKind::Added, Some(config.name.as_str()));
             self.events.emit(kind, vm, format_args!("at {socket}"));
             return Ok(true);
         };
-        let member = &members.0[at];
-        let (vm, is) = (member.vm.clone(), &member.vm.config);
-        if is.socket != config.socket || is.trust_domain != config.trust_domain {
-            let which = |domain: &Option<String>| domain.clone().unwrap_or_else(|| "none".into());
-            let differs = format!(
-                "the VM is served at {} in trust domain {}, not at {} in trust domain {}",
-                is.socket.display(),
-                which(&is.trust_domain),
-                config.socket.display(),
-                which(&config.trust_domain)
-            );
-            let Some(old) = member.added.clone() else {
-                let what =
-                    "as the daemon's --vm or [[vm]] says: change that setting, or the request";
-                return Err(Refused::Vm(format!("{differs}, {what}")));
-            };
-            if vm.connected.load(Ordering::Acquire) {
-                let what = "the VM is connected: restart it to apply the change";
-                return Err(Refused::Vm(format!("{differs}, and {what}")));
-            }
-            let (old_config, old_access) = self.parse_spec(&old)?;
-            self.take_out(members, at);
-            if let Err(why) = self.insert(members, config, access, spec, ends > 1) {
-                if let Err(error) = self.insert(members, &old_config, old_access, old, true) {
-                    tracing::error!(vm = %vm.name(), reason = %error, "the VM is no longer served: {error}");
-                }
-                return Err(why);
-            }
-            if old_config.socket != config.socket {
-                self.forget(&old_config.socket);
-            }
-            return Ok(false);
+        let present = &members.list[at].vm.config;
+        if present.socket != config.socket || present.trust_domain != config.trust_domain {
+            self.replace(members, at, request, entries > 1)?;
+        } else {
+            self.change(members, at, request)?;
         }
+        Ok(false)
+    }
+
+    /// Replaces a VM that is not connected by a VM with another socket or trust domain. If the
+    /// request is refused, inserts the previous VM again. `any_reserve` is that of
+    /// [`insert`](Self::insert).
+    fn replace(
+        &self,
+        members: &mut Members,
+        at: usize,
+        request: ParsedSpec,
+        any_reserve: bool,
+    ) -> Result<(), Refused> {
+        let member = &members.list[at];
+        let (vm, present, config) = (member.vm.clone(), &member.vm.config, &request.config);
+        let name = |domain: &Option<String>| domain.clone().unwrap_or_else(|| "none".into());
+        let differs = format!(
+            "the VM is served at {} in trust domain {}, not at {} in trust domain {}",
+            present.socket.display(),
+            name(&present.trust_domain),
+            config.socket.display(),
+            name(&config.trust_domain)
+        );
+        let Some(old) = member.added.clone() else {
+            let what = "as the daemon's --vm or [[vm]] says: change that setting, or the request";
+            return Err(Refused::Vm(format!("{differs}, {what}")));
+        };
+        if vm.connected.load(Ordering::Acquire) {
+            let what = "the VM is connected: restart it to apply the change";
+            return Err(Refused::Vm(format!("{differs}, and {what}")));
+        }
+        let old = self.parse_spec(old)?;
+        let (old_socket, socket) = (old.config.socket.clone(), config.socket.clone());
+        self.remove_at(members, at);
+        if let Err(why) = self.insert(members, request, any_reserve) {
+            if let Err(error) = self.insert(members, old, true) {
+                tracing::error!(vm = %vm.name(), reason = %error, "the VM is no longer served: {error}");
+            }
+            return Err(why);
+        }
+        if old_socket != socket {
+            self.remove_stored(&old_socket);
+        }
+        Ok(())
+    }
+
+    /// Changes the name, the quota, the memory limit or the socket's permissions of a VM.
+    fn change(&self, members: &mut Members, at: usize, request: ParsedSpec) -> Result<(), Refused> {
+        let (member, config) = (&members.list[at], &request.config);
+        let vm = member.vm.clone();
         let Some(old) = member.added.clone() else {
             let set = vm.tenant.set_quota(config.quota);
-            set.map_err(|e| too_much(&e))?;
+            set.map_err(|e| reserve_refused(&e))?;
             vm.set_problem(None);
-            return Ok(false);
+            return Ok(());
         };
-        if old == spec && member.short.is_none() {
+        if old == request.spec && member.reduced_reserve.is_none() {
             vm.set_problem(None);
-            return Ok(false);
+            return Ok(());
         }
         // Another VM must not have the requested name. A VM with this UUID may have it: the source
         // VM of a migration within this host keeps the name until the migration ends.
-        let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
-        if let Some(other) = members.0.iter().find(|m| named_so(m)) {
+        let has_name = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
+        if let Some(other) = members.list.iter().find(|m| has_name(m)) {
             return Err(Refused::Vm(format!(
                 "another VM has the name {}: it is {}",
                 config.name,
                 identity(&other.vm)
             )));
         }
-        let (_, old_access) = self.parse_spec(&old)?;
-        let give = |access| member.listener.as_ref().map_or(Ok(()), |l| l.give(access));
-        give(access).map_err(|error| Refused::Vm(error.to_string()))?;
+        let old_access = self.parse_spec(old)?.access;
+        let set_access = |access| {
+            let listener = member.listener.as_ref();
+            listener.map_or(Ok(()), |listener| listener.set_access(access))
+        };
+        set_access(request.access).map_err(|error| Refused::Vm(error.to_string()))?;
         // The socket's permissions are set before the quota. In the other order, a failure to set
         // the permissions would require restoring the old quota, whose reserve may no longer fit
         // into the pool.
         if let Err(error) = vm.tenant.set_quota(config.quota) {
             // The change of the permissions is undone: the socket gets its previous owner again.
-            let _ = give(old_access);
-            return Err(too_much(&error));
+            let _ = set_access(old_access);
+            return Err(reserve_refused(&error));
         }
         vm.memory.set_max_bytes(config.memory_max_bytes);
         vm.set_problem(None);
-        members.0[at].short = None;
-        self.store_change(&mut members.0[at], spec);
-        Ok(false)
+        members.list[at].reduced_reserve = None;
+        self.store_change(&mut members.list[at], request.spec);
+        Ok(())
     }
 
     /// Writes a change of a VM to the VM store. The change is already in effect.
@@ -561,26 +609,26 @@ impl Registry {
         quota: &tmem_control::Quota,
     ) -> Option<Result<(), Refused>> {
         let mut members = self.lock();
-        let mut all = members.0.iter_mut();
+        let mut all = members.list.iter_mut();
         let member = all.find(|m| &*m.vm.name() == name)?;
         let set = quota::from_api(quota)
             .map_err(Refused::Quota)
             .and_then(|quota| {
                 let set = member.vm.tenant.set_quota(quota);
-                set.map_err(|e| too_much(&e))
+                set.map_err(|e| reserve_refused(&e))
             });
         if set.is_ok() {
-            self.has_quota(member, quota);
-            self.make_good(&mut members.0);
+            self.finish_quota_change(member, quota);
+            self.grant_pending(&mut members.list);
         }
         Some(set)
     }
 
     /// Finishes a change of a VM's quota: clears the VM's problem, sends an event, and stores the
     /// quota.
-    fn has_quota(&self, member: &mut Member, quota: &tmem_control::Quota) {
+    fn finish_quota_change(&self, member: &mut Member, quota: &tmem_control::Quota) {
         member.vm.set_problem(None);
-        member.short = None;
+        member.reduced_reserve = None;
         let vm = &member.vm;
         vm.emit(EventKind::Quota, format_args!("{}", quota::describe(quota)));
         if let Some(added) = &member.added {
@@ -605,22 +653,22 @@ impl Registry {
         quotas: &[(&str, Quota)],
     ) -> Result<(), AdmissionError> {
         let mut members = self.lock();
-        let other = |m: &Member| {
+        let new_quota = |m: &Member| {
             let name = m.vm.name();
-            quotas.iter().find(|(of, _)| *of == &*name).map(|q| q.1)
+            quotas.iter().find(|(vm, _)| *vm == &*name).map(|q| q.1)
         };
-        let of_tenants: Vec<_> = members
-            .0
+        let tenant_quotas: Vec<_> = members
+            .list
             .iter()
-            .filter_map(|m| Some((&m.vm.tenant, other(m)?)))
+            .filter_map(|m| Some((&m.vm.tenant, new_quota(m)?)))
             .collect();
-        size.configure(full_bytes, &of_tenants)?;
-        for member in &mut members.0 {
-            if let Some(quota) = other(member) {
-                self.has_quota(member, &quota::to_api(&quota));
+        size.configure(full_bytes, &tenant_quotas)?;
+        for member in &mut members.list {
+            if let Some(quota) = new_quota(member) {
+                self.finish_quota_change(member, &quota::to_api(&quota));
             }
         }
-        self.make_good(&mut members.0);
+        self.grant_pending(&mut members.list);
         Ok(())
     }
 
@@ -630,14 +678,14 @@ impl Registry {
     pub fn set_problem(&self, uuid: &str, socket: &Path, problem: Option<String>) -> bool {
         let members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
-        let Some(member) = members.0.iter().find(|m| m.is(Some(&uuid), socket)) else {
+        let Some(member) = members.list.iter().find(|m| m.is(Some(&uuid), socket)) else {
             return false;
         };
         let what = problem.as_deref().unwrap_or("the problem is solved");
         member.vm.emit(EventKind::Problem, format_args!("{what}"));
         member
             .vm
-            .set_problem(problem.or_else(|| member.short.clone()));
+            .set_problem(problem.or_else(|| member.reduced_reserve.clone()));
         true
     }
 
@@ -646,30 +694,32 @@ impl Registry {
     pub fn remove(&self, uuid: &str, socket: &Path) -> bool {
         let mut members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
-        let is_it = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
-        let there = members.0.iter().position(is_it);
-        let others = |m: &Member| m.vm.config.socket == socket;
+        let is_removable = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
+        let position = members.list.iter().position(is_removable);
+        let has_socket = |m: &Member| m.vm.config.socket == socket;
         // The VM's manager has removed the VM. So remove the stored file, too, even if the daemon
         // could not restore a VM from it.
-        if there.is_some() || (self.is_ours(socket) && !members.0.iter().any(others)) {
-            self.forget(socket);
+        let is_left_over = self.is_in_run_directory(socket) && !members.list.iter().any(has_socket);
+        if position.is_some() || is_left_over {
+            self.remove_stored(socket);
         }
-        if let Some(at) = there {
-            let vm = self.take_out(&mut members, at);
+        if let Some(at) = position {
+            let vm = self.remove_at(&mut members, at);
             tracing::info!(vm = &*vm.name(), uuid, socket = %socket.display(), "VM removed");
             vm.emit(EventKind::Removed, format_args!("removed"));
-            self.make_good(&mut members.0);
+            self.grant_pending(&mut members.list);
         }
-        there.is_some()
+        position.is_some()
     }
 
     /// Returns true if the path of the socket is directly in the run directory.
-    fn is_ours(&self, socket: &Path) -> bool {
+    fn is_in_run_directory(&self, socket: &Path) -> bool {
         let name = socket.file_name();
         name.is_some_and(|name| self.run_directory.join(name) == socket)
     }
 
-    fn forget(&self, socket: &Path) {
+    /// Removes the stored file of the VM with this socket.
+    fn remove_stored(&self, socket: &Path) {
         if let Err(error) = self.store.remove(socket) {
             let socket = socket.display();
             tracing::error!(
@@ -683,8 +733,8 @@ impl Registry {
 
     /// Removes a VM from the registry, ends its connection, and returns the VM. The VM's stored file
     /// stays.
-    fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
-        let Member { vm, listener, .. } = members.0.remove(at);
+    fn remove_at(&self, members: &mut Members, at: usize) -> Arc<Vm> {
+        let Member { vm, listener, .. } = members.list.remove(at);
         if let Some(listener) = listener {
             listener.close();
         }
