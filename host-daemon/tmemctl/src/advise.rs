@@ -7,10 +7,12 @@
 //! would be misses with less memory. It also knows the error bounds of both estimates. This file
 //! turns the estimates into sentences. Out of scope: changing a quota.
 
+use crate::client::stats;
 use crate::exit::Failure;
+use crate::output::Output;
+use crate::reach::{Reach, within_timeout};
 use crate::show::percent_word;
 use crate::table::{Align, Column, TableArguments, choose, column, size};
-use crate::{Output, Reach, in_time, stats};
 use clap::Args;
 use serde::Serialize;
 use std::time::Duration;
@@ -236,7 +238,7 @@ const COLUMNS: [Column<Advice>; 12] = [
 pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Output, Failure> {
     let poll = || {
         let vm = arguments.vm.clone();
-        in_time(&reach.daemon(), reach, move |reach| stats(reach, vm)).map(|reply| reply.vms)
+        within_timeout(&reach.daemon(), reach, move |reach| stats(reach, vm)).map(|reply| reply.vms)
     };
     let mut before = Vec::new();
     if let Some(seconds) = arguments.over {
@@ -256,12 +258,12 @@ pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Output, Failure
         .collect();
     let mut text = choose(&COLUMNS, &all, &arguments.table)?;
     if arguments.table.is_chosen() {
-        return Output::reply(text, &serde_json::json!({ "vms": all }));
+        return Output::from_reply(text, &serde_json::json!({ "vms": all }));
     }
     if all.iter().any(|advice| advice.hit_percent.is_some()) {
         text += &bounds();
     }
-    Output::reply(text, &serde_json::json!({ "vms": all }))
+    Output::from_reply(text, &serde_json::json!({ "vms": all }))
 }
 
 #[cfg(test)]

@@ -2,9 +2,11 @@
 //! Connects a command to the daemon, and translates the daemon's refusals for the user.
 
 use crate::exit::{Code, Failure};
+use crate::reach::Reach;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use tmem_control as api;
+use tmem_control::VarlinkClientInterface;
 
 /// Connects to the daemon's control socket. The function first calls connect() itself, because an
 /// error of the varlink library does not tell the user what to do.
@@ -92,6 +94,13 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
         },
     };
     Failure(what, code)
+}
+
+/// Gets the statistics of the daemon, the pool and all VMs or, with `vm`, of that VM only.
+pub fn stats(reach: &Reach, vm: Option<String>) -> Result<api::GetStats_Reply, Failure> {
+    let mut client = connect(&reach.socket)?;
+    let reply = client.get_stats(vm).call();
+    reply.map_err(|error| refused(&reach.socket, &error))
 }
 
 /// Asks the daemon whether it supports retained pages (pages that a get leaves in the pool).

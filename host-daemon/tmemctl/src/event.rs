@@ -3,7 +3,8 @@
 
 use crate::client::{connect, refused};
 use crate::exit::{Code, Failure};
-use crate::{Reach, in_time, print};
+use crate::output::print;
+use crate::reach::{Reach, within_timeout};
 use clap::Args;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
@@ -89,7 +90,7 @@ fn line(event: &api::Event, arguments: &EventArguments) -> String {
 pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
     // The first request has a time limit, and so detects a daemon that hangs. The wait for events
     // has no time limit.
-    in_time(&reach.daemon(), reach, |reach| {
+    within_timeout(&reach.daemon(), reach, |reach| {
         let answered = connect(&reach.socket)?.list_vms().call();
         answered.map_err(|error| refused(&reach.socket, &error))
     })?;

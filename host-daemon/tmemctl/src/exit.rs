@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Exit codes, and failures as text and as JSON. A test compares the
-//! help text and docs/tmemctl.md with [`Code`].
+//! Exit codes, failures as text and as JSON, and the end of the process. A test compares the help
+//! text and docs/tmemctl.md with [`Code`].
 
 use serde_json::json;
+use std::io::Write;
 
 /// Reason of a failure. Its numeric value is the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,8 +63,14 @@ impl Code {
 }
 
 impl Failure {
-    /// Formats the failure for stderr, as text or as one line of JSON.
-    pub fn line(&self, json: bool) -> String {
+    /// Prints the failure to stderr, as text or as one line of JSON. Returns the exit code.
+    pub fn print(&self, json: bool) -> u8 {
+        // If stderr cannot be written, the exit code still reports the failure.
+        let _ = std::io::stderr().write_all(self.line(json).as_bytes());
+        self.1 as u8
+    }
+
+    fn line(&self, json: bool) -> String {
         let Failure(message, code) = self;
         match json {
             false => format!("tmemctl: {message}\n"),
@@ -75,6 +82,14 @@ impl Failure {
             }
         }
     }
+}
+
+/// Ends the process without running exit handlers. Handlers of C libraries (OpenSSL, GLib) free
+/// memory that a thread of [`within_timeout`](crate::reach::within_timeout) may still use, and have corrupted the heap that way. The
+/// functions that print have flushed all output before.
+pub fn exit_now(code: u8) -> ! {
+    // SAFETY: _exit ends the process at once and does not access its memory.
+    unsafe { libc::_exit(i32::from(code)) }
 }
 
 #[cfg(test)]

@@ -4,11 +4,15 @@
 //! tmemctl prints the XML of a domain without its secrets, such as passwords. It writes XML back to
 //! libvirt with them.
 
+use crate::args::{QuotaArguments, QuotaValues, Target};
 use crate::client::{connect as connect_daemon, knows_retained_pages, refused};
 use crate::exit::{Code, Failure};
-use crate::quota::{QuotaArguments, QuotaValues, print, quota_json, row};
+use crate::output::Output;
+use crate::reach::{Reach, within};
 use crate::retain::{self, Facts, Retain};
-use crate::{Output, Reach, emulator, packaged, within};
+use crate::show::{quota_json, quota_text};
+use crate::table::row;
+use crate::{emulator, packaged};
 use clap::Args;
 use similar::TextDiff;
 use std::path::Path;
@@ -23,16 +27,6 @@ use virt_sys as sys;
 
 /// Number of unchanged lines that a diff shows before and after each change.
 const DIFF_CONTEXT_LINES: usize = 2;
-
-/// A domain, and the URI of the libvirt that has it.
-#[derive(Args, Clone)]
-pub struct Target {
-    /// Name or UUID of the domain
-    domain: String,
-    /// URI of the libvirt that has the domain
-    #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
-    connect: String,
-}
 
 /// Options to preview a change of XML.
 #[derive(Args, Clone)]
@@ -98,18 +92,6 @@ impl From<tmem_libvirt::domain::Error> for Failure {
 }
 
 impl Target {
-    pub fn new(domain: &str, connect: &str) -> Target {
-        Target {
-            domain: domain.into(),
-            connect: connect.into(),
-        }
-    }
-
-    /// Returns the name of the service that a command for this domain calls, for error messages.
-    pub fn asks(&self) -> String {
-        format!("libvirt at {}", self.connect)
-    }
-
     /// Creates the output of a command that changes a domain's XML. The JSON output consists of the
     /// domain's name and `text`.
     fn output(&self, text: String) -> Output {
@@ -436,7 +418,7 @@ pub fn quota(
         let mut json = serde_json::json!({ "domain": target.domain, "required": cache.required });
         quota_json(&mut json, &cache);
         return Ok(Output {
-            text: print(&cache, arguments.bytes) + &row("required", required),
+            text: quota_text(&cache, arguments.bytes) + &row("required", required),
             json,
         });
     }

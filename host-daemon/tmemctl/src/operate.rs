@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Commands that change the state of VMs and of the pool, and the commands `pool` and `version`.
 
-use crate::client::{connect, refused};
+use crate::client::{connect, refused, stats};
 use crate::exit::Failure;
-use crate::quota::row;
-use crate::table::{Sizes, size};
-use crate::{Output, Reach, say};
+use crate::output::Output;
+use crate::reach::Reach;
+use crate::table::{Sizes, row, size};
 use clap::Args;
 use serde_json::json;
 use tmem_control as api;
@@ -68,7 +68,7 @@ fn each(
         None => Ok(output),
         Some(failure) => {
             if any {
-                say(reach.json, &output)?;
+                output.print(reach.json)?;
             }
             Err(failure)
         }
@@ -154,7 +154,7 @@ pub fn pool(reach: &Reach, arguments: &PoolArguments) -> Result<Output, Failure>
 /// and is not a failure.
 pub fn version(reach: &Reach) -> Result<Output, Failure> {
     let own = env!("CARGO_PKG_VERSION");
-    let daemon = crate::stats(reach, None).map(|reply| reply.daemon.version);
+    let daemon = stats(reach, None).map(|reply| reply.daemon.version);
     let text = match &daemon {
         Ok(version) => format!("tmemctl {own}\ntmemd   {version}\n"),
         Err(Failure(why, _)) => format!("tmemctl {own}\ntmemd   - ({why})\n"),

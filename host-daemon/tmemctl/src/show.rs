@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Formats the output of `tmemctl list` and `tmemctl stats` as text.
+//! Formats the output of `tmemctl list`, `stats` and `quota` as text.
 
 use crate::exit::Failure;
-use crate::table::{Align, Column, Sizes, TableArguments, choose, column, percent, ratio};
+use crate::table::{Align, Column, Sizes, TableArguments, choose, column, percent, ratio, row};
 use tmem_control as api;
 use tmem_control::statistics::{Kind, Scope, Statistic};
+use tmem_libvirt::domain::{Cache, write_size};
 
 fn yes_no(value: bool) -> String {
     if value { "yes" } else { "no" }.into()
@@ -78,7 +79,7 @@ const STATS: [Column<api::VmStats>; 13] = [
 
 /// Formats the daemon's VMs as a table. Below it is a line for each VM that has a problem, unless
 /// the user selects columns or switches the headings off.
-pub fn list(vms: &[api::Vm], arguments: &TableArguments) -> Result<String, Failure> {
+pub fn list_text(vms: &[api::Vm], arguments: &TableArguments) -> Result<String, Failure> {
     let mut text = choose(&LIST, vms, arguments)?;
     if arguments.is_chosen() {
         return Ok(text);
@@ -96,13 +97,13 @@ pub fn list(vms: &[api::Vm], arguments: &TableArguments) -> Result<String, Failu
 }
 
 /// Formats the statistics of VMs as a table with a row for each VM.
-pub fn rows(vms: &[api::VmStats], arguments: &TableArguments) -> Result<String, Failure> {
+pub fn stats_table(vms: &[api::VmStats], arguments: &TableArguments) -> Result<String, Failure> {
     choose(&STATS, vms, arguments)
 }
 
 /// Formats the statistics: two lines for the daemon, three lines for the pool, and a row for each
 /// VM.
-pub fn overview(
+pub fn overview_text(
     reply: &api::GetStats_Reply,
     vms: &[api::VmStats],
     arguments: &TableArguments,
@@ -129,11 +130,11 @@ pub fn overview(
         daemon.workers,
         daemon.vms_connected,
         daemon.vms,
-        seconds(daemon.cpu_requests_ms),
-        seconds(daemon.cpu_background_ms),
-        seconds(daemon.cpu_finalize_ms),
-        seconds(daemon.cpu_recompress_ms),
-        seconds(daemon.cpu_reclaim_ms),
+        seconds_text(daemon.cpu_requests_ms),
+        seconds_text(daemon.cpu_background_ms),
+        seconds_text(daemon.cpu_finalize_ms),
+        seconds_text(daemon.cpu_recompress_ms),
+        seconds_text(daemon.cpu_reclaim_ms),
         size(pool.held_bytes),
         size(pool.size_bytes),
         percent(pool.held_bytes, pool.size_bytes),
@@ -147,16 +148,16 @@ pub fn overview(
         pool.shared_pages,
         pool.evictions,
         size(pool.saved_bytes),
-        rows(vms, arguments)?
+        stats_table(vms, arguments)?
     ))
 }
 
-fn seconds(ms: i64) -> String {
+fn seconds_text(ms: i64) -> String {
     format!("{:.1} s", ms as f64 / 1000.0)
 }
 
 /// Formats the value of one statistic, whose name and unit are in `row`.
-fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
+fn statistic_text(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
     use serde_json::Value;
     match value {
         Value::Bool(value) => yes_no(*value),
@@ -182,7 +183,7 @@ fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
 
 /// Formats a histogram of latencies: number of requests, mean time, and the bucket bound that 99 %
 /// of the requests do not exceed.
-pub fn latency(histogram: &api::Histogram) -> String {
+pub fn latency_text(histogram: &api::Histogram) -> String {
     let count: i64 = histogram.buckets.iter().sum();
     if count == 0 {
         return "-".into();
@@ -202,19 +203,19 @@ pub fn latency(histogram: &api::Histogram) -> String {
 }
 
 /// Formats all figures of one VM, each on a line.
-pub fn one(vm: &api::VmStats, sizes: Sizes) -> String {
+pub fn vm_text(vm: &api::VmStats, sizes: Sizes) -> String {
     let name = |row: &Statistic| row.field.trim_end_matches("_bytes").replace('_', " ");
     let mut rows: Vec<(String, String)> = Vec::new();
     let figures = serde_json::to_value(vm).unwrap_or_default();
     for row in Statistic::of(Scope::Vm).filter(|row| row.field != "driver") {
         let text = match row.field {
             "hits" => format!("{} ({})", vm.hits, percent(vm.hits, vm.gets)),
-            "put_latency" => latency(&vm.put_latency),
-            "get_latency" => latency(&vm.get_latency),
-            "flush_latency" => latency(&vm.flush_latency),
-            "ref_latency" => latency(&vm.ref_latency),
-            "wait_latency" => latency(&vm.wait_latency).replace("requests", "slices"),
-            field => value(row, &figures[field], sizes),
+            "put_latency" => latency_text(&vm.put_latency),
+            "get_latency" => latency_text(&vm.get_latency),
+            "flush_latency" => latency_text(&vm.flush_latency),
+            "ref_latency" => latency_text(&vm.ref_latency),
+            "wait_latency" => latency_text(&vm.wait_latency).replace("requests", "slices"),
+            field => statistic_text(row, &figures[field], sizes),
         };
         debug_assert!(row.kind != Kind::Histogram || row.field.ends_with("_latency"));
         rows.push((name(row), text));
@@ -222,8 +223,8 @@ pub fn one(vm: &api::VmStats, sizes: Sizes) -> String {
     if let Some(driver) = &vm.driver {
         for row in Statistic::of(Scope::Driver) {
             let text = match row.field {
-                "get_latency" => driver.get_latency.as_ref().map_or("-".into(), latency),
-                field => value(row, &figures["driver"][field], sizes),
+                "get_latency" => driver.get_latency.as_ref().map_or("-".into(), latency_text),
+                field => statistic_text(row, &figures["driver"][field], sizes),
             };
             rows.push((format!("driver {}", name(row)), text));
         }
@@ -232,6 +233,38 @@ pub fn one(vm: &api::VmStats, sizes: Sizes) -> String {
     rows.iter()
         .map(|(key, value)| format!("{key:<width$}  {value}\n"))
         .collect()
+}
+
+/// Adds the fields of a quota to a JSON object.
+pub fn quota_json(json: &mut serde_json::Value, cache: &Cache) {
+    json["limit_bytes"] = cache.limit.into();
+    json["reserve_bytes"] = cache.reserve.unwrap_or(0).into();
+    json["weight"] = cache.weight.unwrap_or(api::WEIGHT_DEFAULT).into();
+    json["trust_domain"] = cache.trust_domain.clone().into();
+}
+
+/// Formats a quota as text, with sizes in bytes or in the largest unit that needs no fraction.
+pub fn quota_text(cache: &Cache, in_bytes: bool) -> String {
+    let size = |bytes: u64| {
+        if in_bytes {
+            return bytes.to_string();
+        }
+        let (number, unit) = write_size(bytes);
+        format!("{number} {unit}")
+    };
+    let rows = [
+        ("limit", cache.limit.map_or("unlimited".into(), size)),
+        ("reserve", size(cache.reserve.unwrap_or(0))),
+        (
+            "weight",
+            cache.weight.unwrap_or(api::WEIGHT_DEFAULT).to_string(),
+        ),
+        (
+            "trust_domain",
+            cache.trust_domain.clone().unwrap_or_else(|| "-".into()),
+        ),
+    ];
+    rows.iter().map(|(key, value)| row(key, value)).collect()
 }
 
 #[cfg(test)]
@@ -244,13 +277,13 @@ mod tests {
             sum_ns: 0,
             buckets: vec![0; 16],
         };
-        assert_eq!(latency(&histogram), "-");
+        assert_eq!(latency_text(&histogram), "-");
         histogram.buckets[3] = 99;
         histogram.buckets[9] = 1;
         histogram.sum_ns = 700_000;
         let text = "100 requests, mean 7.0 µs, 99 % below 8 µs";
-        assert_eq!(latency(&histogram), text);
+        assert_eq!(latency_text(&histogram), text);
         histogram.buckets[15] = 10;
-        assert!(latency(&histogram).ends_with("fewer than 99 % below 16384 µs"));
+        assert!(latency_text(&histogram).ends_with("fewer than 99 % below 16384 µs"));
     }
 }

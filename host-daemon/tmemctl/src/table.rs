@@ -173,6 +173,11 @@ fn lines(columns: &[(&str, Align)], rows: &[Vec<String>], headings: bool) -> Str
     text
 }
 
+/// Formats a line with a name and its value.
+pub fn row(key: &str, value: &str) -> String {
+    format!("{key:<15}: {value}\n")
+}
+
 /// Formats a number of bytes with three digits and a binary unit.
 pub fn size(bytes: i64) -> String {
     let mut value = bytes as f64;

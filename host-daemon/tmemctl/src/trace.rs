@@ -2,8 +2,8 @@
 //! `tmemctl trace`: summarizes a trace of requests that `tmemd --trace` recorded. docs/traces.md
 //! describes the format. `tmem-bench policies` sends the requests of a trace to another pool.
 
-use crate::Output;
 use crate::exit::{Code, Failure};
+use crate::output::Output;
 use crate::table::{Align, percent, table};
 use clap::Args;
 use serde::Serialize;

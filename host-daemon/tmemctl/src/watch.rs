@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `stats --watch`: prints a line of rates after each interval, in the style of vmstat.
 
+use crate::client::stats;
 use crate::event::utc;
 use crate::exit::{Code, Failure};
+use crate::output::print;
+use crate::reach::{Reach, within_timeout};
 use crate::table::{TableArguments, percent};
-use crate::{Reach, in_time, print, stats};
 use clap::Args;
 use std::time::{Duration, Instant, SystemTime};
 use tmem_control as api;
@@ -104,7 +106,7 @@ pub fn run(
     let period = Duration::from_secs(arguments.watch.unwrap_or(1));
     let poll = || {
         let vm = vm.map(String::from);
-        in_time(&reach.daemon(), reach, move |reach| stats(reach, vm))
+        within_timeout(&reach.daemon(), reach, move |reach| stats(reach, vm))
             .map(|reply| (Instant::now(), reply))
     };
     let (mut at, reply) = poll()?;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Checks the daemon and its systemd unit, its VMs, and the permissions of their sockets.
 
-use super::Finding;
+use super::finding::Finding;
 #[cfg(feature = "libvirt")]
 use crate::client;
 use crate::client::{connect, refused};
 use crate::exit::{Code, Failure};
+use crate::reach::{Reach, within_timeout};
 use crate::table::size;
-use crate::{Reach, in_time};
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
@@ -39,7 +39,7 @@ const OTHERS: u32 = 0o007;
 /// Checks the daemon and its VMs, and the host's files below `root` that the daemon reads. Returns
 /// the findings and the list of VMs; the list is None if the daemon does not answer.
 pub fn findings(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
-    let asked = in_time(&reach.daemon(), reach, |reach| {
+    let asked = within_timeout(&reach.daemon(), reach, |reach| {
         let failed = |error: api::Error| refused(&reach.socket, &error);
         let mut client = connect(&reach.socket)?;
         let vms = client.list_vms().call().map_err(failed)?.vms;
@@ -81,7 +81,7 @@ pub fn unit(reach: &Reach, root: &Path) -> Vec<Finding> {
         return Vec::new();
     }
     let output = |program: &'static str, arguments: &'static [&str]| {
-        in_time(program, reach, move |_| {
+        within_timeout(program, reach, move |_| {
             let output = Command::new(program).args(arguments).output();
             output.map_err(|error| Failure(error.to_string(), Code::Failed))
         })
@@ -159,7 +159,7 @@ fn of_unit(shown: &str) -> Finding {
 /// request is separate from those of other checks, because an older daemon may refuse one of those.
 #[cfg(feature = "libvirt")]
 pub fn knows_retained_pages(reach: &Reach) -> Option<bool> {
-    let asked = in_time(&reach.daemon(), reach, |reach| {
+    let asked = within_timeout(&reach.daemon(), reach, |reach| {
         client::knows_retained_pages(&reach.socket)
     });
     asked.ok()
@@ -434,7 +434,7 @@ fn driver(name: &str, stats: &api::VmStats) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::State;
+    use super::super::finding::State;
     use super::*;
     use crate::top::tests::{reply, vm as stats_of};
     use std::os::unix::net::UnixListener;

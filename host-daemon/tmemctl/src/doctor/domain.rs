@@ -2,11 +2,11 @@
 //! Checks libvirt's domains: the virtio-tmem device, shared memory, and an emulator that has the
 //! device.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::emulator::{self, Emulator};
 use crate::exit::{Code, Failure};
 use crate::libvirt::is_local;
-use crate::{Reach, in_time};
+use crate::reach::{Reach, within_timeout};
 use std::path::Path;
 use tmem_control as api;
 use tmem_libvirt::domain::Domain;
@@ -27,7 +27,7 @@ pub fn findings(
         return vec![Finding::good(of, "there is no libvirt")];
     }
     let own = uri.to_string();
-    let domains = in_time(&format!("libvirt at {uri}"), reach, move |_| read(&own));
+    let domains = within_timeout(&format!("libvirt at {uri}"), reach, move |_| read(&own));
     let domains = match domains {
         Ok(domains) => domains,
         Err(Failure(why, _)) => {
@@ -172,7 +172,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::State;
+    use super::super::finding::State;
     use super::*;
 
     const UUID: &str = "5ca1ab1e-0000-4000-8000-0123456789ab";

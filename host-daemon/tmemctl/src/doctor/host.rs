@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Checks files of the host: KVM, PSI, transparent huge pages, libvirt's hook, and AppArmor's rules.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::table::size;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -235,7 +235,7 @@ fn apparmor(root: &Path) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::State;
+    use super::super::finding::State;
     use super::*;
 
     fn write(root: &Path, name: &str, text: &str) {

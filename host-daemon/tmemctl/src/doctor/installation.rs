@@ -2,7 +2,7 @@
 //! Checks the installation: versions of packages, accesses that AppArmor denied, QEMU processes
 //! whose program file was replaced, and huge pages that the host does not have.
 
-use super::Finding;
+use super::finding::Finding;
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
@@ -215,7 +215,7 @@ pub fn huge_pages(xml: &str, active: bool, root: &Path) -> Option<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::State;
+    use super::super::finding::State;
     use super::*;
     use std::os::unix::fs::symlink;
 

@@ -8,6 +8,7 @@
 //! | `installation.rs` | checks the installation: versions, denials, replaced programs, huge pages |
 //! | `daemon.rs` | checks the daemon, its systemd unit, its VMs and their sockets |
 //! | `domain.rs` | checks libvirt's domains |
+//! | `finding.rs` | result of a check |
 //!
 //! `doctor` changes nothing. For each fault that `doctor` reports, a test causes the fault and
 //! shows that the check finds it.
@@ -15,13 +16,15 @@
 mod daemon;
 #[cfg(feature = "libvirt")]
 mod domain;
+mod finding;
 mod host;
 mod installation;
 
 use crate::exit::Failure;
-use crate::{Output, Reach};
+use crate::output::Output;
+use crate::reach::Reach;
 use clap::Args;
-use serde::Serialize;
+use finding::State;
 use std::path::PathBuf;
 
 /// Options of `doctor`.
@@ -36,67 +39,6 @@ pub struct DoctorArguments {
     /// Print also the checks that found no fault
     #[arg(long)]
     all: bool,
-}
-
-/// Result of a check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum State {
-    /// The check found that something does not work.
-    Fault,
-    /// The check found that something works less well than it could, or that an operator has
-    /// changed it temporarily.
-    Warning,
-    /// The check found no fault, or this host does not use the checked part.
-    Good,
-}
-
-/// Finding of one check.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Finding {
-    /// Result of the check.
-    pub state: State,
-    /// Name of the check; it does not change between versions.
-    pub check: &'static str,
-    /// Subject of the finding: host, daemon, or the name of a VM.
-    pub about: String,
-    /// The finding in one sentence.
-    pub text: String,
-    /// Command that fixes the fault, or place to look at; None for a good state.
-    pub remedy: Option<String>,
-}
-
-impl Finding {
-    fn new(
-        state: State,
-        (check, about): (&'static str, &str),
-        text: impl Into<String>,
-        remedy: Option<String>,
-    ) -> Finding {
-        let about = about.into();
-        // Control characters are removed, because parts of the text may come from other programs or
-        // from VMs.
-        let text = text.into().replace(char::is_control, " ");
-        Finding {
-            state,
-            check,
-            about,
-            text,
-            remedy,
-        }
-    }
-
-    fn good(of: (&'static str, &str), text: impl Into<String>) -> Finding {
-        Finding::new(State::Good, of, text, None)
-    }
-
-    fn warning(of: (&'static str, &str), text: impl Into<String>, remedy: &str) -> Finding {
-        Finding::new(State::Warning, of, text, Some(remedy.into()))
-    }
-
-    fn fault(of: (&'static str, &str), text: impl Into<String>, remedy: &str) -> Finding {
-        Finding::new(State::Fault, of, text, Some(remedy.into()))
-    }
 }
 
 /// Runs all checks. Returns the output, and true if a check found a fault.

@@ -15,8 +15,9 @@ mod view;
 #[cfg(test)]
 pub use model::tests;
 
-use crate::exit::{Code, Failure};
-use crate::{Reach, in_time, late, leave, stats};
+use crate::client::stats;
+use crate::exit::{Code, Failure, exit_now};
+use crate::reach::{Reach, timeout_failure, within_timeout};
 use clap::Args;
 use model::{Model, Sort};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
@@ -129,7 +130,7 @@ impl Polls {
                 Some(seen)
             }
             Err(_) => (since.elapsed() >= Duration::from_secs(self.reach.timeout))
-                .then(|| Err(late(&self.reach.daemon(), &self.reach))),
+                .then(|| Err(timeout_failure(&self.reach.daemon(), &self.reach))),
         }
     }
 }
@@ -143,7 +144,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     let mut model = Model::new(arguments.sort, arguments.filter.clone());
     // The first poll of the daemon precedes any change of the screen, so that the user can read an
     // error message.
-    let first = in_time(&reach.daemon(), reach, |reach| stats(reach, None));
+    let first = within_timeout(&reach.daemon(), reach, |reach| stats(reach, None));
     model.take(first?, Instant::now());
     if !std::io::stdout().is_terminal() {
         let what = "top needs a terminal: use tmemctl stats --watch";
@@ -209,7 +210,7 @@ fn end_by_signals() -> std::io::Result<Arc<AtomicBool>> {
             flag.store(true, Ordering::Relaxed);
             std::thread::sleep(4 * KEY_WAIT);
             let _ = ratatui::try_restore();
-            leave(0);
+            exit_now(0);
         }
     });
     Ok(signalled)
