@@ -9,9 +9,7 @@
 //!
 //! This test needs a build with --release, so only `make check-ops` runs it.
 
-mod common;
-
-use common::{Exporter, ServedDaemon};
+use crate::common::{Exporter, ServedDaemon};
 use rustix::time::{ClockId, clock_gettime};
 use std::time::Duration;
 

@@ -704,7 +704,7 @@ fn every_command_has_help() {
         names.len() > 10,
         "the help lists only these commands: {names:?}"
     );
-    let document = include_str!("../../../docs/tmemctl.md");
+    let document = include_str!("../../../../docs/tmemctl.md");
     for name in names.into_iter().filter(|name| *name != "help") {
         assert!(printed(&tmemctl(nowhere, &[name, "--help"])).contains("Usage:"));
         assert!(

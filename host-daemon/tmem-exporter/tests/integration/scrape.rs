@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of the exporter with a daemon: its answers, its access check, and its limits for clients.
 
-mod common;
-
-use common::{Exporter, ServedDaemon, TIMEOUT, http};
+use crate::common::{Exporter, ServedDaemon, TIMEOUT, http};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::Command;
@@ -394,7 +392,7 @@ fn the_option_vm_totals_only_leaves_out_histograms_and_reasons() {
         all.len(),
         few.len()
     );
-    let document = include_str!("../../../docs/metrics.md");
+    let document = include_str!("../../../../docs/metrics.md");
     let document = document.replace('\n', " ");
     assert!(
         document.contains(&documented),

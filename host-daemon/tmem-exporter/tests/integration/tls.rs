@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of the exporter's TLS: with and without certificates of clients, and with unusable files.
 
-mod common;
-
-use common::{Certificate, Exporter, ServedDaemon, TIMEOUT, http};
+use crate::common::{Certificate, Exporter, ServedDaemon, TIMEOUT, http};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};

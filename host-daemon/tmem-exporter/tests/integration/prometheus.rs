@@ -3,9 +3,7 @@
 //! dashboard and the rules must have a result. Debian's package `prometheus` has both programs.
 //! `make check-ops` runs these tests.
 
-mod common;
-
-use common::{Certificate, Exporter, ServedDaemon, TIMEOUT, http};
+use crate::common::{Certificate, Exporter, ServedDaemon, TIMEOUT, http};
 use serde_json::Value;
 use std::io::Write;
 use std::net::TcpListener;
@@ -68,10 +66,10 @@ fn each_alert_has_a_test_and_a_runbook() {
             .filter_map(|rest| Some(rest.split([',', '\n', '}']).next()?.trim().to_string()))
             .collect()
     };
-    let alerts = of(include_str!("../alerts.yml"), "- alert:");
-    let tested = of(include_str!("../alerts_test.yml"), "alertname:");
-    let sections = of(include_str!("../../../docs/alerts.md"), "\n## ");
-    let links = of(include_str!("../alerts.yml"), "runbook_url:");
+    let alerts = of(include_str!("../../alerts.yml"), "- alert:");
+    let tested = of(include_str!("../../alerts_test.yml"), "alertname:");
+    let sections = of(include_str!("../../../../docs/alerts.md"), "\n## ");
+    let links = of(include_str!("../../alerts.yml"), "runbook_url:");
     assert_eq!(sections, alerts);
     for alert in &alerts {
         assert!(
@@ -214,8 +212,8 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
         host.work(100);
         std::thread::sleep(Duration::from_millis(1100));
     }
-    let dashboard: Value =
-        serde_json::from_str(include_str!("../grafana.json")).expect("the dashboard is not JSON");
+    let dashboard: Value = serde_json::from_str(include_str!("../../grafana.json"))
+        .expect("the dashboard is not JSON");
     let panels = dashboard["panels"]
         .as_array()
         .expect("the dashboard has no panels");
@@ -245,7 +243,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
         .clone();
     assert_eq!(
         rules.len(),
-        include_str!("../alerts.yml").matches("- alert:").count()
+        include_str!("../../alerts.yml").matches("- alert:").count()
     );
     for rule in &rules {
         assert_eq!(

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A daemon with simulated guests, and an exporter that serves the daemon's figures, for tests.
-#![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
