@@ -3,4 +3,5 @@
 
 mod dependencies;
 mod end_to_end;
+mod module_graph;
 mod terminal;
