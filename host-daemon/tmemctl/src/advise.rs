@@ -70,17 +70,18 @@ struct Counted {
     loss_seen: i64,
 }
 
-fn three(numbers: &[i64]) -> [i64; 3] {
+/// Returns the first three numbers of a list; 0 instead of missing ones.
+fn first_three(numbers: &[i64]) -> [i64; 3] {
     std::array::from_fn(|nth| numbers.get(nth).copied().unwrap_or(0))
 }
 
 impl Counted {
-    fn of(vm: &VmStats) -> Counted {
+    fn new(vm: &VmStats) -> Counted {
         Counted {
             gets: vm.gets,
             hits: vm.hits,
-            gain: three(&vm.gain_hits),
-            loss: three(&vm.loss_hits),
+            gain: first_three(&vm.gain_hits),
+            loss: first_three(&vm.loss_hits),
             loss_seen: vm.loss_hits_seen,
         }
     }
@@ -184,7 +185,7 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
 
 /// Returns the text below the table, which states the error bounds of the table's columns. The
 /// bounds were derived from replays of recorded and generated loads.
-fn bounds() -> String {
+fn error_bounds_text() -> String {
     format!(
         "All estimates and errors are in percent of all gets. The errors were measured with recorded \
          and generated loads.\n99 of 100 estimates for more memory are at most {GAIN_OVER_USUAL} \
@@ -195,7 +196,7 @@ fn bounds() -> String {
     )
 }
 
-fn signed(values: Option<[f64; 3]>, nth: usize, sign: &str) -> String {
+fn signed_text(values: Option<[f64; 3]>, nth: usize, sign: &str) -> String {
     values.map_or("-".into(), |values| format!("{sign}{:.1}", values[nth]))
 }
 
@@ -208,22 +209,22 @@ const COLUMNS: [Column<Advice>; 12] = [
         hits.map_or("-".into(), |hits| percent_word(hits, 1000))
     }),
     column("+25%", Align::Right, |advice, _| {
-        signed(advice.gain_percent, 0, "+")
+        signed_text(advice.gain_percent, 0, "+")
     }),
     column("+50%", Align::Right, |advice, _| {
-        signed(advice.gain_percent, 1, "+")
+        signed_text(advice.gain_percent, 1, "+")
     }),
     column("+100%", Align::Right, |advice, _| {
-        signed(advice.gain_percent, 2, "+")
+        signed_text(advice.gain_percent, 2, "+")
     }),
     column("-25%", Align::Right, |advice, _| {
-        signed(advice.loss_percent, 0, "-")
+        signed_text(advice.loss_percent, 0, "-")
     }),
     column("-50%", Align::Right, |advice, _| {
-        signed(advice.loss_percent, 1, "-")
+        signed_text(advice.loss_percent, 1, "-")
     }),
     column("-75%", Align::Right, |advice, _| {
-        signed(advice.loss_percent, 2, "-")
+        signed_text(advice.loss_percent, 2, "-")
     }),
     column("CAN-GIVE-UP", Align::Right, |advice, sizes| {
         sizes.text(advice.can_give_up_bytes)
@@ -248,9 +249,9 @@ pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Output, Failure
     let all: Vec<Advice> = poll()?
         .iter()
         .map(|vm| {
-            let counted = Counted::of(vm);
+            let counted = Counted::new(vm);
             let counted = match before.iter().find(|before| before.name == vm.name) {
-                Some(before) => counted.since(&Counted::of(before)),
+                Some(before) => counted.since(&Counted::new(before)),
                 None => counted,
             };
             advice(vm, &counted)
@@ -261,7 +262,7 @@ pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Output, Failure
         return Output::from_reply(text, &serde_json::json!({ "vms": all }));
     }
     if all.iter().any(|advice| advice.hit_percent.is_some()) {
-        text += &bounds();
+        text += &error_bounds_text();
     }
     Output::from_reply(text, &serde_json::json!({ "vms": all }))
 }
@@ -278,7 +279,7 @@ mod tests {
         let mut vm = vm();
         vm.charged_bytes = 100 << 20;
         change(&mut vm);
-        advice(&vm, &Counted::of(&vm))
+        advice(&vm, &Counted::new(&vm))
     }
 
     #[test]
@@ -427,9 +428,9 @@ mod tests {
             "at most 2.",
         ] {
             assert!(
-                bounds().contains(bound),
+                error_bounds_text().contains(bound),
                 "the error bounds do not contain {bound}: {}",
-                bounds()
+                error_bounds_text()
             );
         }
     }
@@ -439,12 +440,12 @@ mod tests {
         let (mut before, mut after) = (vm(), vm());
         (before.gets, before.hits, before.gain_hits) = (100, 50, vec![1, 2, 3]);
         (after.gets, after.hits, after.gain_hits) = (300, 90, vec![11, 2, 30]);
-        let counted = Counted::of(&after).since(&Counted::of(&before));
+        let counted = Counted::new(&after).since(&Counted::new(&before));
         assert_eq!(
             (counted.gets, counted.hits, counted.gain),
             (200, 40, [10, 0, 27])
         );
-        let anew = Counted::of(&before).since(&Counted::of(&after));
+        let anew = Counted::new(&before).since(&Counted::new(&after));
         assert_eq!(anew.gets, 100);
     }
 }

@@ -50,9 +50,9 @@ struct Sample {
 }
 
 impl Sample {
-    fn of(reply: &api::GetStats_Reply, of_vm: bool) -> Sample {
+    fn new(reply: &api::GetStats_Reply, is_vm: bool) -> Sample {
         match (&reply.vms[..], &reply.pool) {
-            ([vm], _) if of_vm => Sample {
+            ([vm], _) if is_vm => Sample {
                 puts: vm.puts,
                 refused: vm.puts_refused,
                 gets: vm.gets,
@@ -110,12 +110,12 @@ pub fn run(
             .map(|reply| (Instant::now(), reply))
     };
     let (mut at, reply) = poll()?;
-    let mut before = Sample::of(&reply, vm.is_some());
+    let mut before = Sample::new(&reply, vm.is_some());
     let mut printed = 0;
     while arguments.count.is_none_or(|count| printed < count) {
         std::thread::sleep(period);
         let (now, reply) = poll()?;
-        let sample = Sample::of(&reply, vm.is_some());
+        let sample = Sample::new(&reply, vm.is_some());
         let grown = sample.since(&before);
         let seconds = (now - at).as_secs_f64();
         let rate = |count: i64| (count as f64 / seconds).round() as i64;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Checks the daemon and its systemd unit, its VMs, and the permissions of their sockets.
 
-use super::finding::Finding;
+use super::finding::{Check, Finding};
 #[cfg(feature = "libvirt")]
 use crate::client;
 use crate::client::{connect, refused};
@@ -58,16 +58,16 @@ pub fn findings(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm
                           --socket"
                     .into(),
             };
-            return (vec![Finding::fault(("daemon", DAEMON), why, &remedy)], None);
+            return (vec![Check::new("daemon", DAEMON).fault(why, &remedy)], None);
         }
     };
-    let mut findings = of_daemon(&stats.daemon, &stats.pool);
+    let mut findings = check_daemon(&stats.daemon, &stats.pool);
     findings.push(arc_counted(root, &stats.pool));
     findings.push(control_socket(&reach.socket));
     findings.push(locked(&stats.daemon));
     for vm in &vms {
         let stats = stats.vms.iter().find(|stats| stats.name == vm.name);
-        findings.extend(stats.map(|stats| of_vm(vm, stats)).unwrap_or_default());
+        findings.extend(stats.map(|stats| check_vm(vm, stats)).unwrap_or_default());
     }
     (findings, Some(vms))
 }
@@ -94,16 +94,15 @@ pub fn unit(reach: &Reach, root: &Path) -> Vec<Finding> {
         return Vec::new();
     }
     let checked = output(DAEMON_PATH, &["--check-config"]).ok();
-    let checked = checked.map(|output| of_configuration(output.status.code(), &output.stderr));
-    [of_unit(&shown)].into_iter().chain(checked).collect()
+    let checked = checked.map(|output| check_configuration(output.status.code(), &output.stderr));
+    [check_unit(&shown)].into_iter().chain(checked).collect()
 }
 
 /// Judges the result of `tmemd --check-config`: its exit status, and its message.
-fn of_configuration(status: Option<i32>, message: &[u8]) -> Finding {
-    let of = ("configuration", DAEMON);
+fn check_configuration(status: Option<i32>, message: &[u8]) -> Finding {
+    let check = Check::new("configuration", DAEMON);
     match status {
-        Some(status) if status == i32::from(api::EXIT_CONFIGURATION) => Finding::fault(
-            of,
+        Some(status) if status == i32::from(api::EXIT_CONFIGURATION) => check.fault(
             format!(
                 "the daemon cannot start again with the present configuration: {}",
                 String::from_utf8_lossy(message).trim()
@@ -111,13 +110,13 @@ fn of_configuration(status: Option<i32>, message: &[u8]) -> Finding {
             "correct /etc/virtio-tmem/tmemd.toml; tmemd --check-config; systemctl reload-or-restart \
              tmemd",
         ),
-        _ => Finding::good(of, "the configuration has no fault that this user can see"),
+        _ => check.good("the configuration has no fault that this user can see"),
     }
 }
 
 /// Judges the properties of the unit as `systemctl show` prints them.
-fn of_unit(shown: &str) -> Finding {
-    let of = ("unit", DAEMON);
+fn check_unit(shown: &str) -> Finding {
+    let check = Check::new("unit", DAEMON);
     let property = |name: &str| {
         let value = |line: &'_ str| Some(line.strip_prefix(name)?.strip_prefix('=')?.to_string());
         shown.lines().find_map(value).unwrap_or_default()
@@ -125,33 +124,29 @@ fn of_unit(shown: &str) -> Finding {
     let status = property("ExecMainStatus").parse().unwrap_or(0);
     let restarts: u64 = property("NRestarts").parse().unwrap_or(0);
     match (property("ActiveState").as_str(), status) {
-        ("failed", api::EXIT_CONFIGURATION) => Finding::fault(
-            of,
+        ("failed", api::EXIT_CONFIGURATION) => check.fault(
             format!(
                 "the daemon ended with status {status}, because its configuration is invalid: \
                  systemd does not start it again"
             ),
             "tmemd --check-config; correct /etc/virtio-tmem/tmemd.toml; systemctl start tmemd",
         ),
-        ("failed", EXIT_USAGE) => Finding::fault(
-            of,
+        ("failed", EXIT_USAGE) => check.fault(
             format!(
                 "the daemon ended with status {status}, because its options are invalid: systemd \
                  does not start it again"
             ),
             "systemctl cat tmemd; correct ExecStart= with systemctl edit tmemd; systemctl start tmemd",
         ),
-        ("failed", _) => Finding::fault(
-            of,
+        ("failed", _) => check.fault(
             format!("the daemon's unit failed, with status {status}"),
             "journalctl -u tmemd has the reason; systemctl start tmemd",
         ),
-        _ if restarts >= RESTARTS_WARNED => Finding::warning(
-            of,
+        _ if restarts >= RESTARTS_WARNED => check.warning(
             format!("systemd has restarted the daemon {restarts} times since its last stop"),
             "journalctl -u tmemd has the reasons; systemctl reset-failed tmemd resets the number",
         ),
-        _ => Finding::good(of, "systemd does not restart the daemon repeatedly"),
+        _ => check.good("systemd does not restart the daemon repeatedly"),
     }
 }
 
@@ -165,12 +160,11 @@ pub fn knows_retained_pages(reach: &Reach) -> Option<bool> {
     asked.ok()
 }
 
-fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
+fn check_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
     let own = env!("CARGO_PKG_VERSION");
     let mut findings = vec![match daemon.version == own {
-        true => Finding::good(("daemon", DAEMON), format!("tmemd {own} answers")),
-        false => Finding::warning(
-            ("daemon", DAEMON),
+        true => Check::new("daemon", DAEMON).good(format!("tmemd {own} answers")),
+        false => Check::new("daemon", DAEMON).warning(
             format!(
                 "the daemon has version {}, and this tmemctl has version {own}",
                 daemon.version
@@ -181,8 +175,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
     findings.push(host_memory(pool));
     findings.push(memory_regions(daemon));
     findings.push(match pool.reserved_bytes > pool.size_bytes {
-        true => Finding::warning(
-            ("reserves", DAEMON),
+        true => Check::new("reserves", DAEMON).warning(
             format!(
                 "the reserves of all VMs add up to {}, more than the pool's size of {}: the daemon \
                  scales each reserve down",
@@ -191,12 +184,11 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
             ),
             "tmemctl quota VM --reserve SIZE, or tmemctl pool --size SIZE",
         ),
-        false => Finding::good(("reserves", DAEMON), "the reserves fit"),
+        false => Check::new("reserves", DAEMON).good("the reserves fit"),
     });
     findings.push(match pool.hash_mismatches {
-        0 => Finding::good(("bytes", DAEMON), "no stored page failed its check"),
-        bad => Finding::fault(
-            ("bytes", DAEMON),
+        0 => Check::new("bytes", DAEMON).good("no stored page failed its check"),
+        bad => Check::new("bytes", DAEMON).fault(
             format!(
                 "{bad} stored pages failed their checksum, and guests did not get them: the host's \
                  memory or the daemon is at fault"
@@ -210,15 +202,15 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
 /// Checks that the pool has its configured size. If not, the text says how often each reason has made
 /// the pool smaller since the daemon's start.
 fn host_memory(pool: &api::PoolStats) -> Finding {
-    let of = ("host-memory", DAEMON);
+    let check = Check::new("host-memory", DAEMON);
     if pool.size_bytes >= pool.configured_bytes {
-        return Finding::good(of, "the pool has its configured size");
+        return check.good("the pool has its configured size");
     }
-    let of_stalls = pool.host_shrinks_stalls;
-    let of_memory = pool.host_shrinks - of_stalls;
+    let stall_shrinks = pool.host_shrinks_stalls;
+    let memory_shrinks = pool.host_shrinks - stall_shrinks;
     let text = format!(
-        "the host is short of memory: the pool has {} of its configured {}. It shrank {of_memory} \
-         times because too little memory was available, and {of_stalls} times because tasks waited \
+        "the host is short of memory: the pool has {} of its configured {}. It shrank {memory_shrinks} \
+         times because too little memory was available, and {stall_shrinks} times because tasks waited \
          for memory",
         size(pool.size_bytes),
         size(pool.configured_bytes)
@@ -227,24 +219,23 @@ fn host_memory(pool: &api::PoolStats) -> Finding {
         "tmemctl pool --size {}, or give VMs less memory",
         pool.size_bytes
     );
-    let remedy = match of_stalls > of_memory {
+    let remedy = match stall_shrinks > memory_shrinks {
         true => format!(
             "grep some /sys/fs/cgroup/*.slice/memory.pressure shows which control group waits: raise \
              its memory limit. Otherwise {smaller}"
         ),
         false => smaller,
     };
-    Finding::warning(of, text, &remedy)
+    check.warning(text, &remedy)
 }
 
 /// Checks that the daemon has mappings left for the memory of further VMs.
 fn memory_regions(daemon: &api::DaemonStats) -> Finding {
-    let of = ("memory-regions", DAEMON);
+    let check = Check::new("memory-regions", DAEMON);
     let (regions, max) = (daemon.memory_regions, daemon.memory_regions_max);
     // An older daemon reports 0 of 0 regions.
     match regions > max - max / 100 * REGIONS_FREE_PERCENT {
-        true => Finding::warning(
-            of,
+        true => check.warning(
             format!(
                 "all VMs together have {regions} memory regions, and the daemon can map {max}: it \
                  refuses VMs whose regions do not fit"
@@ -252,39 +243,34 @@ fn memory_regions(daemon: &api::DaemonStats) -> Finding {
             "sysctl -w vm.max_map_count=262144, and the same line in /etc/sysctl.d; then systemctl \
              restart tmemd",
         ),
-        false => Finding::good(of, "the daemon can map the memory of further VMs"),
+        false => check.good("the daemon can map the memory of further VMs"),
     }
 }
 
 /// Checks that the daemon counts the memory that ZFS's ARC can release. Its sandbox permits it to
 /// read the ARC's statistics only if the file exists when the daemon starts.
 fn arc_counted(root: &Path, pool: &api::PoolStats) -> Finding {
-    let of = ("arc-counted", DAEMON);
+    let check = Check::new("arc-counted", DAEMON);
     let stats = fs::read_to_string(root.join(arcstats::PATH.trim_start_matches('/')));
     let releasable_bytes = stats.map_or(0, |text| arcstats::releasable_bytes(&text));
     // An older daemon, and one that does not watch the host's memory, report 0 bytes.
     match pool.host_available_bytes > 0 && pool.host_arc_bytes == 0 && releasable_bytes > 0 {
-        true => Finding::warning(
-            of,
+        true => check.warning(
             "ZFS was loaded after the daemon's start, so the daemon does not count the memory that \
              ZFS's ARC can release, and makes the pool too small",
             "systemctl restart tmemd: VMs go on without the cache meanwhile",
         ),
-        false => Finding::good(
-            of,
-            "the daemon counts the memory that ZFS's ARC can release",
-        ),
+        false => check.good("the daemon counts the memory that ZFS's ARC can release"),
     }
 }
 
 fn control_socket(socket: &Path) -> Finding {
-    let of = ("control-socket", DAEMON);
+    let check = Check::new("control-socket", DAEMON);
     let mode = fs::metadata(socket).map_or(0, |metadata| metadata.permissions().mode());
     let at = socket.display();
     match mode & OTHERS {
-        0 => Finding::good(of, "only its group may use the control socket"),
-        _ => Finding::warning(
-            of,
+        0 => check.good("only its group may use the control socket"),
+        _ => check.warning(
             format!(
                 "the mode of the control socket {at} was changed to {:o}: the daemon still \
                  refuses other users",
@@ -299,11 +285,10 @@ fn control_socket(socket: &Path) -> Finding {
 /// The daemon itself reports whether locking succeeded. The limit RLIMIT_MEMLOCK would not show
 /// this, because root may lock memory whatever the limit is.
 fn locked(daemon: &api::DaemonStats) -> Finding {
-    let of = ("memory-lock", DAEMON);
+    let check = Check::new("memory-lock", DAEMON);
     match daemon.memory_locked {
-        true => Finding::good(of, "pages of guests stay out of the host's swap"),
-        false => Finding::fault(
-            of,
+        true => check.good("pages of guests stay out of the host's swap"),
+        false => check.fault(
             "the daemon could not lock its memory: pages of guests can get into the host's swap",
             "systemctl edit tmemd: [Service] LimitMEMLOCK=infinity; then systemctl restart tmemd; \
              started by hand: prlimit --memlock=unlimited tmemd …",
@@ -312,24 +297,21 @@ fn locked(daemon: &api::DaemonStats) -> Finding {
 }
 
 fn vm_socket(vm: &api::Vm) -> Finding {
-    let (of, at) = (("vm-socket", vm.name.as_str()), &vm.socket);
+    let (check, at) = (Check::new("vm-socket", &vm.name), &vm.socket);
     match fs::metadata(at) {
-        Ok(metadata) if !metadata.file_type().is_socket() => Finding::fault(
-            of,
+        Ok(metadata) if !metadata.file_type().is_socket() => check.fault(
             format!("the file {at} in place of the VM's socket is not a socket"),
             &format!("rm {at}; systemctl restart tmemd"),
         ),
         Ok(metadata) => match metadata.permissions().mode() {
-            mode if mode & 0o600 != 0o600 => Finding::fault(
-                of,
+            mode if mode & 0o600 != 0o600 => check.fault(
                 format!(
                     "the owner of the VM's socket {at} may not connect: the socket's mode is {:o}",
                     mode & 0o777
                 ),
                 &format!("chmod u+rw {at}"),
             ),
-            mode if mode & OTHERS != 0 => Finding::warning(
-                of,
+            mode if mode & OTHERS != 0 => check.warning(
                 format!(
                     "the mode of the VM's socket {at} is {:o}: every user may connect, unless a \
                      stricter mode is configured",
@@ -337,41 +319,36 @@ fn vm_socket(vm: &api::Vm) -> Finding {
                 ),
                 &format!("chmod o= {at}"),
             ),
-            _ => Finding::good(of, "the VM's socket exists"),
+            _ => check.good("the VM's socket exists"),
         },
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Finding::fault(
-            of,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => check.fault(
             format!("the VM's socket {at} is missing"),
             "systemctl restart tmemd: the daemon creates the sockets of all VMs again",
         ),
-        Err(error) => Finding::good(
-            of,
-            format!("the VM's socket {at} cannot be checked by this user: {error}"),
-        ),
+        Err(error) => check.good(format!(
+            "the VM's socket {at} cannot be checked by this user: {error}"
+        )),
     }
 }
 
 /// Checks one VM that the daemon serves.
-fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
+fn check_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
     let name = vm.name.as_str();
     let mut findings = vec![vm_socket(vm)];
     if let Some(problem) = &vm.problem {
-        findings.push(Finding::fault(
-            ("problem", name),
+        findings.push(Check::new("problem", name).fault(
             format!("the VM's requested settings are not in effect: {problem}"),
             &format!("tmemctl quota {name}, with values that fit"),
         ));
     }
     if vm.frozen {
-        findings.push(Finding::warning(
-            ("frozen", name),
+        findings.push(Check::new("frozen", name).warning(
             "the VM is frozen: the daemon refuses its puts",
             &format!("tmemctl thaw {name}"),
         ));
     }
     if stats.queues_stopped > 0 {
-        findings.push(Finding::warning(
-            ("virtqueues", name),
+        findings.push(Check::new("virtqueues", name).warning(
             format!(
                 "{} of the VM's virtqueues were stopped because of a fault of the guest or the VMM",
                 stats.queues_stopped
@@ -380,8 +357,7 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
         ));
     }
     if !vm.connected {
-        findings.push(Finding::warning(
-            ("connected", name),
+        findings.push(Check::new("connected", name).warning(
             "the VM's QEMU is not connected: it does not run, has no device, or may not use the socket",
             &format!(
                 "virsh start {name}; ls -l {}; grep DENIED /var/log/audit/audit.log",
@@ -396,17 +372,15 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
 
 /// Checks the state that the guest's driver reports.
 fn driver(name: &str, stats: &api::VmStats) -> Finding {
-    let of = ("driver", name);
+    let check = Check::new("driver", name);
     let Some(driver) = &stats.driver else {
-        return Finding::warning(
-            of,
+        return check.warning(
             "the guest's driver has not reported: it is not loaded, or the guest is starting",
             "in the guest: modprobe virtio_tmem",
         );
     };
     if driver.mismatches > 0 || driver.state == "poisoned" {
-        return Finding::fault(
-            of,
+        return check.fault(
             format!(
                 "the guest's driver found {} wrong pages, and switched off its cache or that of a file system",
                 driver.mismatches
@@ -415,17 +389,15 @@ fn driver(name: &str, stats: &api::VmStats) -> Finding {
         );
     }
     match driver.state.as_str() {
-        "on" => Finding::good(of, format!("the guest's driver {} is on", driver.version)),
-        "tripped" => Finding::warning(
-            of,
+        "on" => check.good(format!("the guest's driver {} is on", driver.version)),
+        "tripped" => check.warning(
             format!(
                 "{} answers came after the driver's deadline, so the driver pauses the cache for a while",
                 driver.late
             ),
             "check with tmemctl stats whether the host is overloaded; set more workers in /etc/virtio-tmem/tmemd.toml",
         ),
-        state => Finding::warning(
-            of,
+        state => check.warning(
             format!("the guest's driver reports the state {state}"),
             "in the guest: tmem-guest status shows the reason",
         ),
@@ -490,7 +462,7 @@ mod tests {
         let reply = reply(vec![]);
         let (mut daemon, mut pool) = (reply.daemon, reply.pool);
         daemon.version = env!("CARGO_PKG_VERSION").into();
-        for finding in of_daemon(&daemon, &pool) {
+        for finding in check_daemon(&daemon, &pool) {
             assert_eq!(
                 finding.state,
                 State::Good,
@@ -501,7 +473,7 @@ mod tests {
         (pool.size_bytes, pool.configured_bytes) = (1 << 20, 2 << 20);
         (pool.reserved_bytes, pool.hash_mismatches) = (3 << 20, 1);
         (daemon.memory_regions, daemon.memory_regions_max) = (801, 1000);
-        let found = of_daemon(&daemon, &pool);
+        let found = check_daemon(&daemon, &pool);
         assert_eq!(state(&found, "daemon"), State::Warning);
         assert_eq!(state(&found, "memory-regions"), State::Warning);
         daemon.memory_regions = 800;
@@ -544,7 +516,7 @@ mod tests {
         let shown = |state: &str, status: u8, restarts: u64| {
             format!("NRestarts={restarts}\nExecMainStatus={status}\nActiveState={state}\n")
         };
-        for (state_of_unit, status, restarts, wanted, part) in [
+        for (unit_state, status, restarts, wanted, part) in [
             ("active", 0, 0, State::Good, ""),
             ("inactive", 0, 0, State::Good, ""),
             ("active", 0, RESTARTS_WARNED - 1, State::Good, ""),
@@ -556,7 +528,7 @@ mod tests {
             // An operator has corrected the configuration and started the daemon.
             ("active", 78, 0, State::Good, ""),
         ] {
-            let found = [of_unit(&shown(state_of_unit, status, restarts))];
+            let found = [check_unit(&shown(unit_state, status, restarts))];
             assert_eq!(state(&found, "unit"), wanted, "{found:?}");
             assert!(found[0].text.contains(part), "{found:?}");
         }
@@ -564,12 +536,12 @@ mod tests {
 
     #[test]
     fn doctor_finds_a_configuration_with_which_the_daemon_cannot_start() {
-        let found = of_configuration(Some(78), b"tmemd: line 1: unknown key\n");
+        let found = check_configuration(Some(78), b"tmemd: line 1: unknown key\n");
         assert_eq!(found.state, State::Fault);
         assert!(found.text.ends_with("tmemd: line 1: unknown key"));
         // An older daemon does not know the option, and a signal may end the process.
         for status in [Some(0), Some(2), None] {
-            assert_eq!(of_configuration(status, b"").state, State::Good);
+            assert_eq!(check_configuration(status, b"").state, State::Good);
         }
     }
 
@@ -639,19 +611,19 @@ mod tests {
         ] {
             stats.driver = reply;
             assert_eq!(
-                state(&of_vm(&vm, &stats), "driver"),
+                state(&check_vm(&vm, &stats), "driver"),
                 wanted,
                 "doctor judges the driver's state wrongly: {:?}",
                 stats.driver
             );
         }
         (vm.frozen, vm.problem, stats.queues_stopped) = (true, Some("too\nmuch".into()), 2);
-        let found = of_vm(&vm, &stats);
+        let found = check_vm(&vm, &stats);
         assert_eq!(state(&found, "frozen"), State::Warning);
         assert_eq!(state(&found, "problem"), State::Fault);
         assert_eq!(state(&found, "virtqueues"), State::Warning);
         assert!(found.iter().all(|finding| !finding.text.contains('\n')));
         vm.connected = false;
-        assert_eq!(state(&of_vm(&vm, &stats), "connected"), State::Warning);
+        assert_eq!(state(&check_vm(&vm, &stats), "connected"), State::Warning);
     }
 }

@@ -2,7 +2,7 @@
 //! Checks libvirt's domains: the virtio-tmem device, shared memory, and an emulator that has the
 //! device.
 
-use super::finding::Finding;
+use super::finding::{Check, Finding};
 use crate::emulator::{self, Emulator};
 use crate::exit::{Code, Failure};
 use crate::libvirt::is_local;
@@ -22,9 +22,9 @@ pub fn findings(
     served: Option<&[api::Vm]>,
     retains: Option<bool>,
 ) -> Vec<Finding> {
-    let of = ("libvirt", "host");
+    let check = Check::new("libvirt", "host");
     if !root.join("etc/libvirt").exists() {
-        return vec![Finding::good(of, "there is no libvirt")];
+        return vec![check.good("there is no libvirt")];
     }
     let own = uri.to_string();
     let domains = within_timeout(&format!("libvirt at {uri}"), reach, move |_| read(&own));
@@ -32,10 +32,10 @@ pub fn findings(
         Ok(domains) => domains,
         Err(Failure(why, _)) => {
             let remedy = "systemctl start libvirtd, or name another one with --connect";
-            return vec![Finding::warning(of, why, remedy)];
+            return vec![check.warning(why, remedy)];
         }
     };
-    let mut findings = vec![Finding::good(of, format!("{} domains", domains.len()))];
+    let mut findings = vec![check.good(format!("{} domains", domains.len()))];
     let limit = reach.half_the_time();
     let host = Host {
         served,
@@ -45,7 +45,7 @@ pub fn findings(
     let host = is_local(uri).then_some(&host);
     for (xml, active) in domains {
         findings.extend(super::installation::huge_pages(&xml, active, root));
-        findings.extend(of_domain(&xml, active, host));
+        findings.extend(check_domain(&xml, active, host));
     }
     findings
 }
@@ -78,12 +78,12 @@ struct Host<'a> {
 }
 
 /// Checks one domain. `host` is None if the domain belongs to a libvirt on another host.
-fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
+fn check_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => {
             let remedy = "virsh edit the domain: its XML cannot be read";
-            return vec![Finding::fault(("domain", "a domain"), error.0, remedy)];
+            return vec![Check::new("domain", "a domain").fault(error.0, remedy)];
         }
     };
     let name = domain.name.as_str();
@@ -91,8 +91,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     let Some(device) = &domain.device else {
         return match domain.cache {
             None => Vec::new(),
-            Some(_) => vec![Finding::fault(
-                ("device", name),
+            Some(_) => vec![Check::new("device", name).fault(
                 "the domain's XML has a quota but no device",
                 &format!("{attach}, and restart the domain"),
             )],
@@ -100,45 +99,41 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     };
     let mut findings = Vec::new();
     findings.push(match &domain.memory {
-        Ok(()) => Finding::good(("shared-memory", name), "the domain's memory is shared"),
-        Err(error) => Finding::fault(
-            ("shared-memory", name),
+        Ok(()) => Check::new("shared-memory", name).good("the domain's memory is shared"),
+        Err(error) => Check::new("shared-memory", name).fault(
             error.0.clone(),
             &format!("{attach}, and restart the domain"),
         ),
     });
     if let Some(Err(error)) = &domain.cache {
         let remedy = format!("tmemctl quota {name}, with valid values");
-        findings.push(Finding::fault(("quota", name), error.0.clone(), &remedy));
+        findings.push(Check::new("quota", name).fault(error.0.clone(), &remedy));
     }
     if let (Some(emulator), Some(host)) = (&domain.emulator, host) {
-        let of = ("emulator", name);
+        let check = Check::new("emulator", name);
         let remedy =
             format!("apt install virtio-tmem-qemu; {attach}; shut the domain down and start it");
         findings.push(match (host.ask)(emulator) {
-            Ok(found) if !found.has_device => Finding::fault(
-                of,
+            Ok(found) if !found.has_device => check.fault(
                 format!("the domain's emulator {emulator} does not have the virtio-tmem device"),
                 &remedy,
             ),
-            Ok(found) if device.retain.is_some() && !found.has_retain => Finding::fault(
-                of,
+            Ok(found) if device.retain.is_some() && !found.has_retain => check.fault(
                 format!(
                     "the domain's device has the property retain, which {emulator} does not have: the VM \
                      does not start"
                 ),
                 &format!("{attach} --retain auto --emulator {emulator}, or update QEMU"),
             ),
-            Ok(_) => Finding::good(of, "the domain's emulator has the device"),
-            Err(why) => Finding::fault(of, format!("{emulator}: {why}"), &remedy),
+            Ok(_) => check.good("the domain's emulator has the device"),
+            Err(why) => check.fault(format!("{emulator}: {why}"), &remedy),
         });
     }
     if let (Some(true), Some(retains)) = (device.retain, host.and_then(|host| host.retains)) {
-        let of = ("retain", name);
+        let check = Check::new("retain", name);
         findings.push(match retains {
-            true => Finding::good(of, "the daemon knows retained pages"),
-            false => Finding::fault(
-                of,
+            true => check.good("the daemon knows retained pages"),
+            false => check.fault(
                 "the domain's device has retain=on, and the daemon does not know retained pages: QEMU \
                  refuses the daemon, and the VM has no cache",
                 &format!("update tmemd, or {attach} --retain off, and restart the domain"),
@@ -146,25 +141,23 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
         });
     }
     if let (true, Some(served)) = (active, host.and_then(|host| host.served)) {
-        let of = ("served", name);
+        let check = Check::new("served", name);
         let vm = served
             .iter()
             .find(|vm| vm.uuid.as_deref() == Some(&domain.uuid) || vm.socket == device.socket);
         findings.push(match vm {
-            None => Finding::fault(
-                of,
+            None => check.fault(
                 "the domain runs with the device, but the daemon does not serve it",
                 "start or restart tmem-libvirt, which registers running VMs with the daemon (docs/libvirt.md)",
             ),
-            Some(vm) if vm.socket != device.socket => Finding::fault(
-                of,
+            Some(vm) if vm.socket != device.socket => check.fault(
                 format!(
                     "the domain's device connects to {}, but the daemon serves the VM at {}",
                     device.socket, vm.socket
                 ),
                 &format!("{attach}, and restart the domain"),
             ),
-            Some(_) => Finding::good(of, "the daemon serves the domain"),
+            Some(_) => check.good("the daemon serves the domain"),
         });
     }
     findings
@@ -203,7 +196,7 @@ mod tests {
         }
     }
 
-    fn faults(
+    fn faults_with(
         xml: &str,
         served: Option<&[api::Vm]>,
         emulator: Result<bool, String>,
@@ -212,7 +205,7 @@ mod tests {
             has_device,
             has_retain: false,
         });
-        faults_of(
+        faults(
             xml,
             &Host {
                 served,
@@ -222,8 +215,8 @@ mod tests {
         )
     }
 
-    fn faults_of(xml: &str, host: &Host) -> Vec<&'static str> {
-        let found = of_domain(xml, true, Some(host));
+    fn faults(xml: &str, host: &Host) -> Vec<&'static str> {
+        let found = check_domain(xml, true, Some(host));
         let faults = found.iter().filter(|finding| finding.state == State::Fault);
         faults.map(|finding| finding.check).collect()
     }
@@ -234,32 +227,35 @@ mod tests {
         let vm = served(&xml);
         let vms = std::slice::from_ref(&vm);
         assert!(
-            faults(PLAIN, Some(vms), Ok(false)).is_empty(),
+            faults_with(PLAIN, Some(vms), Ok(false)).is_empty(),
             "doctor reports a fault of a domain without the device, which needs no cache"
         );
-        let elsewhere = of_domain(&xml, true, None);
+        let elsewhere = check_domain(&xml, true, None);
         assert!(
             elsewhere.iter().all(|finding| finding.state == State::Good),
             "doctor reports a fault of a domain on another host: {elsewhere:?}"
         );
-        assert!(faults(&xml, Some(vms), Ok(true)).is_empty());
+        assert!(faults_with(&xml, Some(vms), Ok(true)).is_empty());
         assert!(
-            faults(&xml, None, Ok(true)).is_empty(),
+            faults_with(&xml, None, Ok(true)).is_empty(),
             "doctor reports a fault of the domain although it could not ask the daemon"
         );
-        assert_eq!(faults(&xml, Some(vms), Ok(false)), ["emulator"]);
-        assert_eq!(faults(&xml, Some(vms), Err("no".into())), ["emulator"]);
-        assert_eq!(faults(&xml, Some(&[]), Ok(true)), ["served"]);
+        assert_eq!(faults_with(&xml, Some(vms), Ok(false)), ["emulator"]);
+        assert_eq!(faults_with(&xml, Some(vms), Err("no".into())), ["emulator"]);
+        assert_eq!(faults_with(&xml, Some(&[]), Ok(true)), ["served"]);
         let elsewhere = api::Vm {
             socket: "/else".into(),
             ..vm.clone()
         };
-        assert_eq!(faults(&xml, Some(&[elsewhere]), Ok(true)), ["served"]);
+        assert_eq!(faults_with(&xml, Some(&[elsewhere]), Ok(true)), ["served"]);
         let private = xml
             .replace("mode='shared'", "mode='private'")
             .replace("mode=\"shared\"", "mode=\"private\"");
         assert_ne!(private, xml);
-        assert_eq!(faults(&private, Some(vms), Ok(true)), ["shared-memory"]);
+        assert_eq!(
+            faults_with(&private, Some(vms), Ok(true)),
+            ["shared-memory"]
+        );
         let cut = xml
             .find("<qemu:commandline")
             .expect("the domain has no QEMU options");
@@ -268,8 +264,8 @@ mod tests {
             .expect("the element of QEMU options is not closed")
             + "</qemu:commandline>".len();
         let without = format!("{}{}", &xml[..cut], &xml[end..]);
-        assert_eq!(faults(&without, Some(vms), Ok(true)), ["device"]);
-        assert_eq!(faults("<domain>", Some(vms), Ok(true)), ["domain"]);
+        assert_eq!(faults_with(&without, Some(vms), Ok(true)), ["device"]);
+        assert_eq!(faults_with("<domain>", Some(vms), Ok(true)), ["domain"]);
     }
 
     #[test]
@@ -301,7 +297,7 @@ mod tests {
                     if (retain, retains) == (Some(true), Some(false)) {
                         expected.push("retain");
                     }
-                    assert_eq!(faults_of(&xml, &host), expected);
+                    assert_eq!(faults(&xml, &host), expected);
                 }
             }
         }

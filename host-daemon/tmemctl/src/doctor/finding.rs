@@ -31,38 +31,43 @@ pub struct Finding {
     pub remedy: Option<String>,
 }
 
-impl Finding {
-    fn new(
-        state: State,
-        (check, about): (&'static str, &str),
-        text: impl Into<String>,
-        remedy: Option<String>,
-    ) -> Finding {
-        let about = about.into();
-        // Control characters are removed, because parts of the text may come from other programs or
-        // from VMs.
-        let text = text.into().replace(char::is_control, " ");
+/// A check, which creates its findings.
+#[derive(Clone, Copy)]
+pub struct Check<'a> {
+    name: &'static str,
+    about: &'a str,
+}
+
+impl<'a> Check<'a> {
+    /// Creates the check `name` of the subject `about`: host, daemon, or the name of a VM.
+    pub fn new(name: &'static str, about: &'a str) -> Check<'a> {
+        Check { name, about }
+    }
+
+    fn finding(self, state: State, text: String, remedy: Option<String>) -> Finding {
         Finding {
             state,
-            check,
-            about,
-            text,
+            check: self.name,
+            about: self.about.into(),
+            // Control characters are removed, because parts of the text may come from other
+            // programs or from VMs.
+            text: text.replace(char::is_control, " "),
             remedy,
         }
     }
 
-    /// Creates the finding of a check that found no fault.
-    pub fn good(of: (&'static str, &str), text: impl Into<String>) -> Finding {
-        Finding::new(State::Good, of, text, None)
+    /// Creates the finding that there is no fault.
+    pub fn good(self, text: impl Into<String>) -> Finding {
+        self.finding(State::Good, text.into(), None)
     }
 
-    /// Creates the finding of something that works less well than it could.
-    pub fn warning(of: (&'static str, &str), text: impl Into<String>, remedy: &str) -> Finding {
-        Finding::new(State::Warning, of, text, Some(remedy.into()))
+    /// Creates the finding that something works less well than it could.
+    pub fn warning(self, text: impl Into<String>, remedy: &str) -> Finding {
+        self.finding(State::Warning, text.into(), Some(remedy.into()))
     }
 
-    /// Creates the finding of something that does not work.
-    pub fn fault(of: (&'static str, &str), text: impl Into<String>, remedy: &str) -> Finding {
-        Finding::new(State::Fault, of, text, Some(remedy.into()))
+    /// Creates the finding that something does not work.
+    pub fn fault(self, text: impl Into<String>, remedy: &str) -> Finding {
+        self.finding(State::Fault, text.into(), Some(remedy.into()))
     }
 }

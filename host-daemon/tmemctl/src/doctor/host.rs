@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Checks files of the host: KVM, PSI, transparent huge pages, libvirt's hook, and AppArmor's rules.
 
-use super::finding::Finding;
+use super::finding::{Check, Finding};
 use crate::table::size;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -35,11 +35,10 @@ pub fn findings(root: &Path) -> Vec<Finding> {
 }
 
 fn kvm(root: &Path) -> Finding {
-    let of = ("kvm", HOST);
+    let check = Check::new("kvm", HOST);
     match root.join("dev/kvm").exists() {
-        true => Finding::good(of, "there is KVM"),
-        false => Finding::warning(
-            of,
+        true => check.good("there is KVM"),
+        false => check.warning(
             "there is no KVM: VMs are emulated and slow",
             "modprobe kvm_intel || modprobe kvm_amd",
         ),
@@ -47,11 +46,10 @@ fn kvm(root: &Path) -> Finding {
 }
 
 fn pressure(root: &Path) -> Finding {
-    let of = ("psi", HOST);
+    let check = Check::new("psi", HOST);
     match fs::read_to_string(root.join("proc/pressure/memory")) {
-        Ok(_) => Finding::good(of, "the kernel reports memory pressure (PSI)"),
-        Err(error) => Finding::warning(
-            of,
+        Ok(_) => check.good("the kernel reports memory pressure (PSI)"),
+        Err(error) => check.warning(
             format!(
                 "the kernel does not report memory pressure (PSI: {error}): the pool shrinks \
                  later when memory is short"
@@ -64,9 +62,9 @@ fn pressure(root: &Path) -> Finding {
 /// Checks that ZFS's ARC leaves memory for the pool. The ARC grows into all memory that is free, and
 /// so does the pool. ZFS releases memory more slowly than the pool does.
 fn arc(root: &Path) -> Finding {
-    let of = ("zfs-arc", HOST);
+    let check = Check::new("zfs-arc", HOST);
     let Ok(stats) = fs::read_to_string(root.join(arcstats::PATH.trim_start_matches('/'))) else {
-        return Finding::good(of, "the host does not use ZFS");
+        return check.good("the host does not use ZFS");
     };
     let value = |name| {
         let bytes = arcstats::value(&stats, name).unwrap_or(0);
@@ -80,8 +78,7 @@ fn arc(root: &Path) -> Finding {
     });
     let half_bytes = total.map_or(i64::MAX, |kib| kib << 9);
     match max_bytes > half_bytes {
-        true => Finding::warning(
-            of,
+        true => check.warning(
             format!(
                 "ZFS's ARC has {} and may grow to {}, more than half of the host's memory: the pool \
                  and VMs get memory only as fast as ZFS releases it",
@@ -91,8 +88,7 @@ fn arc(root: &Path) -> Finding {
             "echo BYTES >/sys/module/zfs/parameters/zfs_arc_max, and options zfs zfs_arc_max=BYTES \
              in /etc/modprobe.d/zfs.conf",
         ),
-        false => Finding::good(
-            of,
+        false => check.good(
             format!(
                 "ZFS's ARC has {} and may grow to {}",
                 size(arc_bytes),
@@ -105,14 +101,13 @@ fn arc(root: &Path) -> Finding {
 /// Checks that the host has free operations of the kernel's AIO. The daemon needs one for interrupts
 /// of guests, and each QEMU with aio=native needs more.
 fn aio(root: &Path) -> Finding {
-    let of = ("aio", HOST);
+    let check = Check::new("aio", HOST);
     let number = |name: &str| -> Option<u64> {
         let text = fs::read_to_string(root.join("proc/sys/fs").join(name)).ok()?;
         text.trim().parse().ok()
     };
     let Some((used, most)) = number("aio-nr").zip(number("aio-max-nr")) else {
-        return Finding::warning(
-            of,
+        return check.warning(
             "the kernel has no AIO: interrupts of guests use io_uring, which takes more time",
             "use a kernel with CONFIG_AIO",
         );
@@ -120,8 +115,7 @@ fn aio(root: &Path) -> Finding {
     let free = most.saturating_sub(used);
     let text = format!("{free} of {most} operations of the kernel's AIO are free");
     match free.saturating_mul(100) < most.saturating_mul(AIO_FREE_PERCENT_MIN) {
-        true => Finding::warning(
-            of,
+        true => check.warning(
             format!(
                 "only {text}: without a free one, a daemon that starts uses io_uring for interrupts \
                  of guests, and QEMUs with aio=native do not start"
@@ -131,7 +125,7 @@ fn aio(root: &Path) -> Finding {
                 most.saturating_mul(4).max(AIO_MAX_DEFAULT)
             ),
         ),
-        false => Finding::good(of, text),
+        false => check.good(text),
     }
 }
 
@@ -139,19 +133,16 @@ fn aio(root: &Path) -> Finding {
 /// their memory in memfds, for which the kernel uses no huge pages by default. QEMU requests them
 /// for all memory of a guest, so the setting `advise` suffices.
 fn huge_pages(root: &Path) -> Finding {
-    let of = ("shmem-huge-pages", HOST);
+    let check = Check::new("shmem-huge-pages", HOST);
     let text = fs::read_to_string(root.join(SHMEM_ENABLED)).unwrap_or_default();
     match ["never", "deny"].map(|value| text.contains(&format!("[{value}]"))) {
-        [false, false] if text.is_empty() => Finding::good(
-            of,
+        [false, false] if text.is_empty() => check.good(
             "the kernel has no transparent huge pages for shared memory",
         ),
-        [false, false] => Finding::good(
-            of,
+        [false, false] => check.good(
             "the memory of VMs with the device can consist of transparent huge pages",
         ),
-        [never, _] => Finding::warning(
-            of,
+        [never, _] => check.warning(
             format!(
                 "shmem_enabled is {}: the memory of VMs with the device consists of 4 KiB pages, so \
                  that their accesses to memory take longer (docs/install.md, transparent huge pages)",
@@ -169,9 +160,9 @@ fn huge_pages(root: &Path) -> Finding {
 /// Checks that libvirt runs `tmem-hook` before a VM starts and after it ends. Without the hook, the
 /// daemon creates no sockets for libvirt's VMs.
 fn hook(root: &Path) -> Finding {
-    let of = ("hook", HOST);
+    let check = Check::new("hook", HOST);
     if !root.join("etc/libvirt").exists() {
-        return Finding::good(of, "there is no libvirt");
+        return check.good("there is no libvirt");
     }
     let entries = fs::read_dir(root.join(HOOK_DIRECTORY))
         .into_iter()
@@ -182,8 +173,7 @@ fn hook(root: &Path) -> Finding {
         String::from_utf8_lossy(&text).contains("tmem-hook")
     });
     let Some(path) = ours else {
-        return Finding::fault(
-            of,
+        return check.fault(
             format!(
                 "libvirt does not run tmem-hook, which is missing in /{HOOK_DIRECTORY}: its VMs get no socket"
             ),
@@ -198,34 +188,32 @@ fn hook(root: &Path) -> Finding {
         .to_string();
     let mode = fs::metadata(&path).map_or(0, |metadata| metadata.permissions().mode());
     if mode & 0o111 == 0 {
-        return Finding::fault(
-            of,
+        return check.fault(
             format!("libvirt cannot run the hook /{name}"),
             &format!("chmod +x /{name}; systemctl reload libvirtd"),
         );
     }
-    Finding::good(of, "libvirt runs the hook")
+    check.good("libvirt runs the hook")
 }
 
 fn apparmor(root: &Path) -> Finding {
-    let of = ("apparmor", HOST);
+    let check = Check::new("apparmor", HOST);
     let enabled = fs::read_to_string(root.join("sys/module/apparmor/parameters/enabled"));
     let confines = root
         .join("etc/apparmor.d/abstractions/libvirt-qemu")
         .exists();
     if !confines || !enabled.is_ok_and(|text| text.starts_with('Y')) {
-        return Finding::good(of, "AppArmor does not confine libvirt's QEMUs");
+        return check.good("AppArmor does not confine libvirt's QEMUs");
     }
     // The package virtio-tmem-host installs its AppArmor rules in the directory libvirt-qemu.d.
     // Only some versions of libvirt include that directory in the rules for QEMU.
     let text = |path| fs::read_to_string(root.join(path)).unwrap_or_default();
     let local = text("etc/apparmor.d/local/abstractions/libvirt-qemu");
-    let of_package = root.join("etc/apparmor.d/abstractions/libvirt-qemu.d/virtio-tmem");
+    let package_rules = root.join("etc/apparmor.d/abstractions/libvirt-qemu.d/virtio-tmem");
     let included = text("etc/apparmor.d/abstractions/libvirt-qemu").contains("/libvirt-qemu.d>");
-    match local.contains("virtio-tmem") || included && of_package.exists() {
-        true => Finding::good(of, "AppArmor lets QEMUs connect"),
-        false => Finding::fault(
-            of,
+    match local.contains("virtio-tmem") || included && package_rules.exists() {
+        true => check.good("AppArmor lets QEMUs connect"),
+        false => check.fault(
             "AppArmor confines libvirt's QEMUs and has no rule for the daemon's sockets",
             "cat host-daemon/tmem-libvirt/apparmor/libvirt-qemu >>/etc/apparmor.d/local/abstractions/libvirt-qemu \
              (docs/libvirt.md, confined hosts)",
@@ -357,8 +345,8 @@ mod tests {
         // The package's AppArmor rules have an effect only if libvirt's abstraction includes their
         // directory.
         write(root, "etc/apparmor.d/local/abstractions/libvirt-qemu", "");
-        let of_package = "etc/apparmor.d/abstractions/libvirt-qemu.d/virtio-tmem";
-        write(root, of_package, rules);
+        let package_rules = "etc/apparmor.d/abstractions/libvirt-qemu.d/virtio-tmem";
+        write(root, package_rules, rules);
         assert_eq!(state("apparmor"), State::Fault);
         write(
             root,

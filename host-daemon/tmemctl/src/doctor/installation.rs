@@ -2,7 +2,7 @@
 //! Checks the installation: versions of packages, accesses that AppArmor denied, QEMU processes
 //! whose program file was replaced, and huge pages that the host does not have.
 
-use super::finding::Finding;
+use super::finding::{Check, Finding};
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
@@ -48,16 +48,15 @@ fn version_of<'a>(status: &'a str, package: &str) -> Option<&'a str> {
 
 /// Checks that the QEMU of the package virtio-tmem-qemu has the same version as this tmemctl.
 fn packages(status: &str, own: &str) -> Finding {
-    let of = ("packages", HOST);
+    let check = Check::new("packages", HOST);
     let version = version_of(status, QEMU_PACKAGE);
     let Some(version) = version.and_then(|version| version.rsplit_once(QEMU_VERSION_MARK)) else {
-        return Finding::good(of, format!("the package {QEMU_PACKAGE} is not installed"));
+        return check.good(format!("the package {QEMU_PACKAGE} is not installed"));
     };
     let qemu = version.1.split('~').next().unwrap_or_default();
     match qemu == own {
-        true => Finding::good(of, format!("{QEMU_PACKAGE} is of version {own}")),
-        false => Finding::warning(
-            of,
+        true => check.good(format!("{QEMU_PACKAGE} is of version {own}")),
+        false => check.warning(
             format!("{QEMU_PACKAGE} is of version {qemu}, and this tmemctl of {own}"),
             "install the packages of one version; VMs use the new QEMU after a shutdown and a start",
         ),
@@ -111,12 +110,12 @@ fn value<'a>(line: &'a str, key: &str) -> Option<&'a str> {
 
 /// Checks that AppArmor's log has no denied access to the daemon's sockets or to the packaged QEMU.
 fn denials(root: &Path) -> Finding {
-    let of = ("denials", HOST);
+    let check = Check::new("denials", HOST);
     let audit = audit_log(&root.join("var/log/audit/audit.log"));
     let kernel = kernel_messages(&root.join("dev/kmsg"));
     let unreadable = |result: &std::io::Result<String>| matches!(result, Err(error) if error.kind() == ErrorKind::PermissionDenied);
     if unreadable(&audit) || unreadable(&kernel) {
-        return Finding::good(of, "this user cannot read the log of AppArmor's denials");
+        return check.good("this user cannot read the log of AppArmor's denials");
     }
     let text = kernel.unwrap_or_default() + &audit.unwrap_or_default();
     let denied: Vec<&str> = text
@@ -128,10 +127,9 @@ fn denials(root: &Path) -> Finding {
         })
         .collect();
     let Some(last) = denied.last() else {
-        return Finding::good(of, "AppArmor's log has no denial of virtio-tmem's files");
+        return check.good("AppArmor's log has no denial of virtio-tmem's files");
     };
-    Finding::warning(
-        of,
+    check.warning(
         format!(
             "AppArmor denied {} accesses to virtio-tmem's files, the last one by {} to {}",
             denied.len(),
@@ -171,12 +169,11 @@ fn replaced(root: &Path) -> Vec<Finding> {
         };
         let name = after("-name").unwrap_or("a VM").split(',').next();
         let name = name.unwrap_or_default().trim_start_matches("guest=");
-        let of = ("replaced-qemu", name);
+        let check = Check::new("replaced-qemu", name);
         let program = program.to_string_lossy();
         findings.push(match program.strip_suffix(" (deleted)") {
-            None => Finding::good(of, format!("the VM runs the installed {program}")),
-            Some(program) => Finding::warning(
-                of,
+            None => check.good(format!("the VM runs the installed {program}")),
+            Some(program) => check.warning(
                 format!("the VM runs a {program} that was replaced after the VM's start"),
                 &format!("virsh shutdown {name}; virsh start {name}"),
             ),
@@ -196,7 +193,7 @@ pub fn huge_pages(xml: &str, active: bool, root: &Path) -> Option<Finding> {
     if domain.device.is_none() || domain.takes_bytes > 0 || active {
         return None;
     }
-    let of = ("huge-pages", domain.name.as_str());
+    let check = Check::new("huge-pages", domain.name.as_str());
     let pools = fs::read_dir(root.join("sys/kernel/mm/hugepages")).into_iter();
     let mut pools = pools.flatten().flatten();
     let some = pools.any(|pool| {
@@ -204,9 +201,8 @@ pub fn huge_pages(xml: &str, active: bool, root: &Path) -> Option<Finding> {
         number.is_ok_and(|number| number.trim() != "0")
     });
     Some(match some {
-        true => Finding::good(of, "the host has huge pages for the domain's memory"),
-        false => Finding::fault(
-            of,
+        true => check.good("the host has huge pages for the domain's memory"),
+        false => check.fault(
             "the domain's memory consists of huge pages, and the host has none: the domain does not start",
             "sysctl vm.nr_hugepages=NUMBER, or remove <hugepages/> with virsh edit",
         ),

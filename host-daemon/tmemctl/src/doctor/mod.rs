@@ -46,8 +46,8 @@ pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Output, bool),
     let mut findings = host::findings(&arguments.root);
     findings.extend(installation::findings(&arguments.root));
     findings.extend(daemon::unit(reach, &arguments.root));
-    let (of_daemon, vms) = daemon::findings(reach, &arguments.root);
-    findings.extend(of_daemon);
+    let (daemon_findings, vms) = daemon::findings(reach, &arguments.root);
+    findings.extend(daemon_findings);
     #[cfg(feature = "libvirt")]
     findings.extend(domain::findings(
         reach,

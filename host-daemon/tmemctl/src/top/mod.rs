@@ -51,14 +51,15 @@ pub struct TopArguments {
 
 /// Next action of the main loop of `top` after it has handled a key.
 #[derive(Debug, PartialEq, Eq)]
-enum Do {
+enum Action {
     Nothing,
     Quit,
 }
 
-fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
+/// Changes the model as the pressed key demands.
+fn handle_key(model: &mut Model, code: KeyCode, control: bool) -> Action {
     if control && code == KeyCode::Char('c') {
-        return Do::Quit;
+        return Action::Quit;
     }
     if model.typing {
         match code {
@@ -74,10 +75,10 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
             _ => {}
         }
         model.stay_inside();
-        return Do::Nothing;
+        return Action::Nothing;
     }
     match code {
-        KeyCode::Char('q') => return Do::Quit,
+        KeyCode::Char('q') => return Action::Quit,
         KeyCode::Char('/') => model.typing = true,
         KeyCode::Char('?' | 'h') => model.help = !model.help,
         KeyCode::Char('r') => model.reverse = !model.reverse,
@@ -96,7 +97,7 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
         _ => {}
     }
     model.stay_inside();
-    Do::Nothing
+    Action::Nothing
 }
 
 /// Polls the daemon on a thread of its own, so that keys work while the daemon hangs. At most one
@@ -109,7 +110,7 @@ struct Polls {
 }
 
 impl Polls {
-    fn begin(&mut self) {
+    fn start_poll(&mut self) {
         let (sender, receiver) = mpsc::channel();
         let reach = self.reach.clone();
         std::thread::spawn(move || {
@@ -122,7 +123,7 @@ impl Polls {
 
     /// Returns the result of the poll if the daemon has answered, or a failure if the poll has
     /// exceeded the time limit. Returns None otherwise. A poll that exceeds the limit continues.
-    fn end(&mut self) -> Option<Result<api::GetStats_Reply, Failure>> {
+    fn finish_poll(&mut self) -> Option<Result<api::GetStats_Reply, Failure>> {
         let (since, receiver) = self.under_way.as_ref()?;
         match receiver.try_recv() {
             Ok(seen) => {
@@ -145,7 +146,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     // The first poll of the daemon precedes any change of the screen, so that the user can read an
     // error message.
     let first = within_timeout(&reach.daemon(), reach, |reach| stats(reach, None));
-    model.take(first?, Instant::now());
+    model.update(first?, Instant::now());
     if !std::io::stdout().is_terminal() {
         let what = "top needs a terminal: use tmemctl stats --watch";
         return Err(Failure(what.into(), Code::Usage));
@@ -174,7 +175,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
                 Err(error) => break Err(failed(error)),
                 Ok(Event::Key(pressed)) if pressed.kind == KeyEventKind::Press => {
                     let control = pressed.modifiers.contains(KeyModifiers::CONTROL);
-                    if key(&mut model, pressed.code, control) == Do::Quit {
+                    if handle_key(&mut model, pressed.code, control) == Action::Quit {
                         break Ok(());
                     }
                 }
@@ -182,8 +183,8 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
             },
             Ok(false) => {}
         }
-        match polls.end() {
-            Some(Ok(reply)) => model.take(reply, Instant::now()),
+        match polls.finish_poll() {
+            Some(Ok(reply)) => model.update(reply, Instant::now()),
             // After a failed poll, the screen still shows the figures of the last successful one.
             // Polling goes on, because the daemon may answer again.
             Some(Err(Failure(why, _))) => model.problem = Some(why),
@@ -191,7 +192,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
         }
         if polls.under_way.is_none() && !model.paused && Instant::now() >= next {
             next = Instant::now() + period;
-            polls.begin();
+            polls.start_poll();
         }
     };
     // Restoring fails if the terminal no longer exists, so the error is ignored.
@@ -223,24 +224,27 @@ mod key_tests {
     #[test]
     fn each_key_has_the_effect_that_the_help_describes() {
         let mut model = Model::new(Sort::Get, String::new());
-        let mut press = |code| key(&mut model, code, false);
-        assert_eq!(press(KeyCode::Char('n')), Do::Nothing);
-        assert_eq!(press(KeyCode::Char('/')), Do::Nothing);
+        let mut press = |code| handle_key(&mut model, code, false);
+        assert_eq!(press(KeyCode::Char('n')), Action::Nothing);
+        assert_eq!(press(KeyCode::Char('/')), Action::Nothing);
         // While the user types a filter, a key such as `q` is a letter of the filter and no
         // command.
         for code in [KeyCode::Char('q'), KeyCode::Char('x'), KeyCode::Backspace] {
-            assert_eq!(press(code), Do::Nothing);
+            assert_eq!(press(code), Action::Nothing);
         }
-        assert_eq!(press(KeyCode::Enter), Do::Nothing);
+        assert_eq!(press(KeyCode::Enter), Action::Nothing);
         press(KeyCode::Char('r'));
         press(KeyCode::Char(' '));
         press(KeyCode::Down);
-        assert_eq!(press(KeyCode::Char('q')), Do::Quit);
-        assert_eq!(key(&mut model, KeyCode::Char('c'), true), Do::Quit);
+        assert_eq!(press(KeyCode::Char('q')), Action::Quit);
+        assert_eq!(
+            handle_key(&mut model, KeyCode::Char('c'), true),
+            Action::Quit
+        );
         assert_eq!((model.sort, &*model.filter), (Sort::Name, "q"));
         assert!(model.reverse && model.paused && !model.typing);
         assert_eq!(model.selected, 0, "the selection moved below the last VM");
-        key(&mut model, KeyCode::Esc, false);
+        handle_key(&mut model, KeyCode::Esc, false);
         assert_eq!(model.filter, "");
     }
 }

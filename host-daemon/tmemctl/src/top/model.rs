@@ -132,7 +132,7 @@ pub struct Model {
     at: Option<Instant>,
 }
 
-fn push(history: &mut VecDeque<u64>, value: f64) {
+fn push_history(history: &mut VecDeque<u64>, value: f64) {
     if history.len() == HISTORY {
         history.pop_front();
     }
@@ -169,7 +169,7 @@ impl Model {
     }
 
     /// Stores the figures of a poll of the daemon, and computes the rates since the poll before it.
-    pub fn take(&mut self, reply: GetStats_Reply, now: Instant) {
+    pub fn update(&mut self, reply: GetStats_Reply, now: Instant) {
         let seconds = self.at.map(|at| (now - at).as_secs_f64().max(1e-3));
         let before = std::mem::take(&mut self.rows);
         let mut before: HashMap<String, Row> = before
@@ -205,13 +205,13 @@ impl Model {
                 };
                 all_hits += hits;
                 if seconds.is_some() {
-                    push(&mut row.history, gets);
+                    push_history(&mut row.history, gets);
                 }
                 row
             })
             .collect();
         if seconds.is_some() {
-            push(&mut self.history, all_hits);
+            push_history(&mut self.history, all_hits);
         }
         (self.daemon, self.pool) = (Some(reply.daemon), Some(reply.pool));
         (self.at, self.problem) = (Some(now), None);
@@ -318,7 +318,7 @@ pub mod tests {
     fn rates_cover_the_interval_between_two_polls() {
         let mut model = Model::new(Sort::Get, String::new());
         let start = Instant::now();
-        model.take(reply(vec![vm("a", 100, 50, 10)]), start);
+        model.update(reply(vec![vm("a", 100, 50, 10)]), start);
         assert_eq!(
             model.rows()[0].gets,
             0.0,
@@ -327,7 +327,7 @@ pub mod tests {
         let mut next = vm("a", 300, 200, 30);
         next.get_latency.buckets[3] = 4;
         next.get_latency.sum_ns = 20_000;
-        model.take(reply(vec![next.clone()]), start + Duration::from_secs(2));
+        model.update(reply(vec![next.clone()]), start + Duration::from_secs(2));
         let rows = model.rows();
         let row = rows[0];
         assert_eq!((row.gets, row.hits, row.puts), (100.0, 75.0, 10.0));
@@ -338,13 +338,13 @@ pub mod tests {
         assert_eq!((row.history.len(), model.history.back()), (1, Some(&75)));
         // The counters are smaller than at the last poll, as they are after a restart of the
         // daemon.
-        model.take(
+        model.update(
             reply(vec![vm("a", 5, 5, 5)]),
             start + Duration::from_secs(3),
         );
         assert_eq!(model.rows()[0].gets, 0.0);
         for nth in 4..200 {
-            model.take(reply(vec![next.clone()]), start + Duration::from_secs(nth));
+            model.update(reply(vec![next.clone()]), start + Duration::from_secs(nth));
         }
         assert_eq!(
             model.history.len(),
@@ -364,8 +364,8 @@ pub mod tests {
                 vm("web", 3 * gets, 3 * gets, 0),
             ])
         };
-        model.take(at(0, 0), start);
-        model.take(at(10, 10), start + Duration::from_secs(1));
+        model.update(at(0, 0), start);
+        model.update(at(10, 10), start + Duration::from_secs(1));
         assert_eq!(names(&model), ["a", "b", "web"]);
         model.sort = Sort::Get;
         assert_eq!(names(&model), ["web", "a", "b"]);

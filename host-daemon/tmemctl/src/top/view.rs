@@ -19,7 +19,7 @@ const POOL_LINES: u16 = 6;
 const DETAIL_LINES: u16 = 7;
 
 /// Formats a rate per second; rates from 10,000 on are shortened with k or M.
-fn rate(value: f64) -> String {
+fn rate_text(value: f64) -> String {
     match value {
         ..9_999.5 => format!("{value:.0}"),
         ..999_500.0 => format!("{:.1}k", value / 1e3),
@@ -27,14 +27,14 @@ fn rate(value: f64) -> String {
     }
 }
 
-fn micros(value: Option<f64>) -> String {
+fn micros_text(value: Option<f64>) -> String {
     value.map_or("-".into(), |us| match us {
         ..999.5 => format!("{us:.0} µs"),
         _ => format!("{:.1} ms", us / 1e3),
     })
 }
 
-fn part(value: Option<f64>) -> String {
+fn percent_text(value: Option<f64>) -> String {
     value.map_or("-".into(), |part| format!("{:.0} %", part * 100.0))
 }
 
@@ -80,7 +80,10 @@ fn composition(pool: &PoolStats) -> Line<'static> {
     let stored = pool.pages - pool.nursery_pages - pool.same_filled_pages - pool.shared_pages;
     let all = pool.pages.max(1);
     let span = |what: &str, pages: i64, color| {
-        let text = format!("{what} {}  ", part(Some(pages.max(0) as f64 / all as f64)));
+        let text = format!(
+            "{what} {}  ",
+            percent_text(Some(pages.max(0) as f64 / all as f64))
+        );
         Span::styled(text, Style::new().fg(color))
     };
     Line::from(vec![
@@ -131,7 +134,7 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
         Line::from(format!("host RAM saved {}", size(pool.saved_bytes))),
         Line::from(format!(
             "disk reads avoided {}/s, {} since the start",
-            rate(model.history.back().map_or(0.0, |hits| *hits as f64)),
+            rate_text(model.history.back().map_or(0.0, |hits| *hits as f64)),
             size(pool.hits.saturating_mul(4096))
         )),
     ]);
@@ -139,11 +142,11 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     let history: Vec<u64> = model.history.iter().copied().collect();
     let [title, bars] = Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(spark);
     frame.render_widget(Line::from("reads avoided/s"), title);
-    frame.render_widget(spark_of(&history, bars.width, Color::Green), bars);
+    frame.render_widget(sparkline(&history, bars.width, Color::Green), bars);
 }
 
 /// Creates a small bar chart (sparkline) of the last `width` values.
-fn spark_of(values: &[u64], width: u16, color: Color) -> Sparkline<'_> {
+fn sparkline(values: &[u64], width: u16, color: Color) -> Sparkline<'_> {
     let from = values.len().saturating_sub(width.into());
     Sparkline::default()
         .data(&values[from..])
@@ -189,7 +192,7 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
                 .rev()
                 .take(8)
                 .rev()
-                .map(|&value| bar(value, row))
+                .map(|&value| bar_char(value, row))
                 .collect();
             let style = match nth == model.selected {
                 true => Style::new().add_modifier(Modifier::REVERSED),
@@ -197,12 +200,12 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
             };
             Cells::new([
                 format!("{mark}{}", vm.name),
-                part(row.hit_part),
-                rate(row.hits),
-                rate(row.gets),
-                micros(row.get_us),
-                rate(row.puts),
-                micros(row.put_us),
+                percent_text(row.hit_part),
+                rate_text(row.hits),
+                rate_text(row.gets),
+                micros_text(row.get_us),
+                rate_text(row.puts),
+                micros_text(row.put_us),
                 size(vm.charged_bytes),
                 size(vm.entitled_bytes),
                 bars,
@@ -230,7 +233,7 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
 
 /// Returns the character that shows `value` in a VM's sparkline (bar chart of one line). The
 /// largest value in the history of that VM has full height.
-fn bar(value: u64, row: &Row) -> char {
+fn bar_char(value: u64, row: &Row) -> char {
     const SIGNS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let most = row.history.iter().copied().max().unwrap_or(0);
     match most {
@@ -257,7 +260,7 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
                 driver.version,
                 driver.state,
                 driver.kernel,
-                micros(waits)
+                micros_text(waits)
             )
         });
     let mut lines = vec![
@@ -402,7 +405,7 @@ mod tests {
 
     /// Computes those counters of a VM that other counters determine. The number of puts is the sum
     /// of the pages in the pool and the pages that were refused, returned, evicted or flushed.
-    fn add_up(vm: &mut VmStats) {
+    fn derive_counters(vm: &mut VmStats) {
         vm.original_bytes = vm.pages * 4096;
         vm.stored_pages = vm.pages - vm.nursery_pages - vm.same_filled_pages - vm.shared_pages;
         vm.compressed_bytes =
@@ -432,7 +435,7 @@ mod tests {
         // of it, and VM db to one third.
         (web.entitled_bytes, db.entitled_bytes) = ((512 << 20) * 2 / 3, (512 << 20) / 3);
         for (vm, get_us, put_us) in [(&mut web, 14, 55), (&mut db, 12, 6)] {
-            add_up(vm);
+            derive_counters(vm);
             requests(&mut vm.get_latency, vm.gets / 8, get_us);
             requests(&mut vm.put_latency, vm.puts / 60, put_us);
             let mut driver = driver("on");
@@ -492,7 +495,7 @@ mod tests {
                 requests(&mut db.get_latency, -5, 12);
                 requests(&mut db.put_latency, -1, 6);
             }
-            model.take(then, begun + Duration::from_secs(second as u64));
+            model.update(then, begun + Duration::from_secs(second as u64));
         }
         model
     }
@@ -566,7 +569,7 @@ mod tests {
         pool.held_bytes = 100 << 20;
         let gain = |figures: &GetStats_Reply| {
             let mut model = Model::new(Sort::Get, String::new());
-            model.take(figures.clone(), Instant::now());
+            model.update(figures.clone(), Instant::now());
             screen(&model, 80, 24)[4].clone()
         };
         let shown = gain(&figures);
@@ -636,7 +639,7 @@ mod tests {
         let vms = (0..100)
             .map(|nth| vm(&format!("vm-{nth:03}"), 0, 0, 0))
             .collect();
-        model.take(reply(vms), Instant::now());
+        model.update(reply(vms), Instant::now());
         model.selected = 70;
         let text = screen(&model, 80, 24).join("\n");
         assert!(
