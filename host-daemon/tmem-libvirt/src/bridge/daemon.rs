@@ -113,7 +113,7 @@ impl Daemon {
     }
 
     fn trouble(&self, error: &api::Error) -> Trouble {
-        Trouble::Daemon(tmem_libvirt::vm::refusal(&self.socket, error).1)
+        Trouble::Daemon(tmem_libvirt::owner::refusal(&self.socket, error).1)
     }
 
     fn try_to(
@@ -123,8 +123,9 @@ impl Daemon {
         state: &dyn Fn(&str) -> Result<State, String>,
     ) -> Result<(), Trouble> {
         let client = api::connect(&self.socket);
-        let mut client = client
-            .map_err(|e| Trouble::Daemon(tmem_libvirt::vm::away(&self.socket, &e.to_string())))?;
+        let mut client = client.map_err(|e| {
+            Trouble::Daemon(tmem_libvirt::owner::away(&self.socket, &e.to_string()))
+        })?;
         let listed = client.list_vms().call().map_err(|e| self.trouble(&e))?.vms;
         self.see_who_ran(&listed);
         let mut uuids: Vec<String> = self.requests.keys().cloned().collect();
@@ -215,7 +216,7 @@ impl Daemon {
                     }
                     None
                 }
-                Err(error) => match tmem_libvirt::vm::refusal(&self.socket, &error) {
+                Err(error) => match tmem_libvirt::owner::refusal(&self.socket, &error) {
                     (true, what) => Some(what),
                     (false, away) => return Err(Trouble::Daemon(away)),
                 },

@@ -23,7 +23,7 @@ use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 use tmem_libvirt::arguments::Arguments;
-use tmem_libvirt::vm::Owner;
+use tmem_libvirt::owner::Owner;
 
 /// Longest time between two comparisons of the daemon's VMs with libvirt's domains. They are
 /// repeated because the daemon may have restarted. Operators hardly notice a delay of 1 s, and a

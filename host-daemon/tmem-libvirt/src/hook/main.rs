@@ -33,7 +33,7 @@ use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 use tmem_libvirt::domain::{Device, Domain};
-use tmem_libvirt::vm::{Owner, away, refusal};
+use tmem_libvirt::owner::{Owner, away, refusal};
 
 /// Longest time that the hook delays the start of a VM if the daemon does not answer. The daemon
 /// normally answers within milliseconds. The time is short because people wait for the start.
@@ -268,7 +268,7 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
     if !vms.iter().any(is_it) {
         return None;
     }
-    let other = tmem_libvirt::vm::other_socket(&device.socket, &domain.uuid);
+    let other = tmem_libvirt::owner::other_socket(&device.socket, &domain.uuid);
     match tmem_libvirt::domain::move_socket(xml, &other) {
         Ok(xml) => {
             // An error of this write is ignored. It means that libvirt does not read the XML, which
@@ -401,7 +401,7 @@ fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), Stri
     };
     LOOKS_UP.store(true, Ordering::Relaxed);
     let vm = Owner::find(options.owner.as_deref())
-        .and_then(|owner| tmem_libvirt::vm::vm(domain, device, &cache, owner));
+        .and_then(|owner| tmem_libvirt::owner::vm(domain, device, &cache, owner));
     LOOKS_UP.store(false, Ordering::Relaxed);
     let vm = vm?;
     match ask(socket, |client| client.add_vm(vm.clone()).call()) {
