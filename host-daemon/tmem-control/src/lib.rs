@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the host's programs share: the control interface of tmemd, `io.virtiotmem.Control`, whose
-//! protocol is varlink on Unix sockets, and the log ([`log`]).
+//! The parts that all programs of the host share: the control interface of tmemd,
+//! `io.virtiotmem.Control`, and the log ([`log`]). The protocol of the interface is varlink on Unix
+//! sockets.
 //!
 //! The types, the client and the service stubs are generated from the interface file in this
 //! directory. The interface name is not the reverse of a registered domain: it only has to differ
@@ -70,7 +71,7 @@ pub fn knows_retained_pages(client: &mut VarlinkClient) -> Result<bool> {
 
 /// Returns true if `error` means that the daemon closed the connection without an answer. The
 /// daemon does so if it has too many clients.
-pub fn was_shut(error: &Error) -> bool {
+pub fn is_connection_closed(error: &Error) -> bool {
     let kind = error.source_varlink_kind();
     matches!(kind, Some(varlink::ErrorKind::ConnectionClosed))
 }

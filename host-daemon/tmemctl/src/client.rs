@@ -63,7 +63,7 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
             ),
             Code::Refused,
         ),
-        _ if api::was_shut(error) => (
+        _ if api::is_connection_closed(error) => (
             format!(
                 "the daemon at {at} has too many clients, or refuses this user: its log has the reason. \
                  Try again, or name the daemon's other control socket with --socket: by default, it has \

@@ -91,7 +91,7 @@ pub fn start_events() -> Result<Receiver<Event>, String> {
 ///
 /// # Safety
 /// `domain` must be a valid domain of libvirt, which it is in a callback.
-unsafe fn happened(domain: sys::virDomainPtr) {
+unsafe fn send_domain_event(domain: sys::virDomainPtr) {
     let mut uuid = [0; sys::VIR_UUID_STRING_BUFLEN as usize];
     // SAFETY: the domain is valid during the callback, and the buffer has the length that the
     // function requires.
@@ -115,7 +115,7 @@ unsafe extern "C" fn lifecycle(
     _opaque: *mut c_void,
 ) -> c_int {
     // SAFETY: libvirt passes a valid domain.
-    unsafe { happened(domain) };
+    unsafe { send_domain_event(domain) };
     0
 }
 
@@ -129,7 +129,7 @@ unsafe extern "C" fn metadata(
     _opaque: *mut c_void,
 ) {
     // SAFETY: libvirt passes a valid domain.
-    unsafe { happened(domain) };
+    unsafe { send_domain_event(domain) };
 }
 
 /// Callback for a closed connection: libvirt's virConnectCloseFunc. `opaque` is the connection's
@@ -217,7 +217,7 @@ impl Connection {
     ///
     /// # Errors
     /// Returns an error if libvirt cannot be reached.
-    pub fn all_running(&self) -> Result<Vec<String>, String> {
+    pub fn running_uuids(&self) -> Result<Vec<String>, String> {
         let domains = self
             .connect
             .list_all_domains(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE);
@@ -231,7 +231,7 @@ impl Connection {
     fn find(&self, uuid: &str) -> Result<Option<Domain>, String> {
         match Domain::lookup_by_uuid_string(&self.connect, uuid) {
             Ok(domain) => Ok(Some(domain)),
-            Err(error) => gone(&error),
+            Err(error) => none_if_unknown(&error),
         }
     }
 
@@ -239,7 +239,7 @@ impl Connection {
     ///
     /// # Errors
     /// Returns an error if libvirt cannot be reached.
-    pub fn running(&self, uuid: &str) -> Result<Option<String>, String> {
+    pub fn running_xml(&self, uuid: &str) -> Result<Option<String>, String> {
         let Some(domain) = self.find(uuid)? else {
             return Ok(None);
         };
@@ -247,7 +247,7 @@ impl Connection {
             true => domain.get_xml_desc(0).map(Some),
             false => Ok(None),
         });
-        xml.or_else(|error| gone(&error))
+        xml.or_else(|error| none_if_unknown(&error))
     }
 
     /// Returns the state of the domain with the UUID `uuid`.
@@ -261,14 +261,14 @@ impl Connection {
         match domain.is_active() {
             Ok(true) => Ok(State::Runs),
             Ok(false) => Ok(State::Stopped),
-            Err(error) => gone(&error).map(|_: Option<()>| State::Unknown),
+            Err(error) => none_if_unknown(&error).map(|_: Option<()>| State::Unknown),
         }
     }
 }
 
 /// Returns None if `error` means that the domain does not exist. Returns any other failure as an
 /// error.
-fn gone<T>(error: &Error) -> Result<Option<T>, String> {
+fn none_if_unknown<T>(error: &Error) -> Result<Option<T>, String> {
     match error.code() {
         ErrorNumber::NoDomain => Ok(None),
         _ => Err(error.message().into()),

@@ -10,20 +10,19 @@
 //! | --- | --- |
 //! | `libvirt.rs` | lists running domains, and receives events about them |
 //! | `request.rs` | reads what a domain's XML requests of the daemon |
-//! | `daemon.rs` | makes the daemon's VMs correspond to the domains |
+//! | `reconcile.rs` | makes the daemon's VMs correspond to the domains |
 
-mod daemon;
 mod libvirt;
+mod reconcile;
 mod request;
 
 use clap::Parser;
-use daemon::Daemon;
 use libvirt::{Connection, Event};
+use reconcile::Reconciler;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
-use tmem_libvirt::arguments::Arguments;
-use tmem_libvirt::owner::Owner;
+use tmem_libvirt::{Arguments, Owner};
 
 /// Longest time between two comparisons of the daemon's VMs with libvirt's domains. They are
 /// repeated because the daemon may have restarted. Operators hardly notice a delay of 1 s, and a
@@ -59,26 +58,26 @@ fn main() -> ExitCode {
 
 /// Follows libvirt's domains, and reconnects whenever the connection ends. Never returns.
 fn follow(arguments: &Arguments, owner: Owner, events: &Receiver<Event>) {
-    let mut daemon = Daemon::new(&arguments.socket);
+    let mut reconciler = Reconciler::new(&arguments.socket);
     let mut pause = PAUSES[0];
-    let mut complained = false;
+    let mut has_logged = false;
     for number in 0.. {
         match Connection::open(&arguments.connect, number) {
             Ok(connection) => {
                 tracing::info!("following libvirt at {}", arguments.connect);
-                (pause, complained) = (PAUSES[0], false);
-                let why = session(&connection, &mut daemon, owner, events, number);
+                (pause, has_logged) = (PAUSES[0], false);
+                let why = session(&connection, &mut reconciler, owner, events, number);
                 tracing::warn!(
                     "lost the connection to libvirt at {}: {why}; reconnecting",
                     arguments.connect
                 );
             }
-            Err(why) if !complained => {
+            Err(why) if !has_logged => {
                 tracing::warn!(
                     "cannot connect to libvirt at {}: {why}; retrying",
                     arguments.connect
                 );
-                complained = true;
+                has_logged = true;
             }
             Err(_) => {}
         }
@@ -90,7 +89,7 @@ fn follow(arguments: &Arguments, owner: Owner, events: &Receiver<Event>) {
 /// Follows libvirt's domains until the connection ends, and returns the reason for its end.
 fn session(
     connection: &Connection,
-    daemon: &mut Daemon,
+    reconciler: &mut Reconciler,
     owner: Owner,
     events: &Receiver<Event>,
     number: usize,
@@ -122,27 +121,27 @@ fn session(
             }
         }
         let read = |uuid: &str| {
-            let xml = connection.running(uuid)?;
+            let xml = connection.running_xml(uuid)?;
             Ok(xml.and_then(|xml| request::read(uuid, &xml, owner)))
         };
         let refreshed = if asked.is_none_or(|asked: Instant| asked.elapsed() >= QUERY_PERIOD) {
             asked = Some(Instant::now());
-            connection.all_running().and_then(|uuids| {
-                daemon.forget_others(&uuids);
+            connection.running_uuids().and_then(|uuids| {
+                reconciler.forget_others(&uuids);
                 uuids.iter().try_for_each(|uuid| {
-                    daemon.set_request(uuid, read(uuid)?);
+                    reconciler.set_request(uuid, read(uuid)?);
                     Ok(())
                 })
             })
         } else {
             changed.iter().try_for_each(|uuid| {
-                daemon.set_request(uuid, read(uuid)?);
+                reconciler.set_request(uuid, read(uuid)?);
                 Ok(())
             })
         };
-        if let Err(why) = refreshed
-            .and_then(|()| daemon.reconcile(Instant::now(), &read, &|uuid| connection.state(uuid)))
-        {
+        if let Err(why) = refreshed.and_then(|()| {
+            reconciler.reconcile(Instant::now(), &read, &|uuid| connection.state(uuid))
+        }) {
             return why;
         }
     }

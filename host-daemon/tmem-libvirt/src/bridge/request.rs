@@ -3,7 +3,7 @@
 
 use tmem_control::VmSpec;
 use tmem_libvirt::domain::Domain;
-use tmem_libvirt::owner::Owner;
+use tmem_libvirt::{Owner, vm_spec};
 
 /// Service that a domain's metadata requests of the daemon, see [`read`].
 #[derive(Clone, Debug, PartialEq)]
@@ -30,7 +30,7 @@ pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Request> {
         }
     };
     let device = domain.device.as_ref()?;
-    let vm = |cache| tmem_libvirt::owner::vm(&domain, device, cache, owner);
+    let vm = |cache| vm_spec(&domain, device, cache, owner);
     let request = match (&domain.memory, &domain.cache) {
         (Err(error), _) | (Ok(()), Some(Err(error))) => Err(error.to_string()),
         (Ok(()), Some(Ok(cache))) => vm(cache).map(Request::Settings),

@@ -8,9 +8,9 @@
 use super::cache::Cache;
 use super::edit::{self, Splice, apply, child, children, escape, find, indent_within, metadata};
 use super::pci::free_address;
-use super::read::unchangeable;
+use super::read::check_supported;
 use super::read::{
-    CHARDEV_ID, Domain, RETAIN, argument_nodes, our_arguments, property, qemu_arguments,
+    CHARDEV_ID, Domain, RETAIN, argument_nodes, attached_arguments, property, qemu_arguments,
 };
 use super::undo::{self, Change};
 use super::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
@@ -59,14 +59,14 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
             domain.name
         )));
     }
-    let mut edit = Edit::start(text)?;
-    edit.memory()?;
+    let mut edit = Edit::new(text)?;
+    edit.set_memory()?;
     if let Some(emulator) = &options.emulator {
-        edit.emulator(emulator)?;
+        edit.set_emulator(emulator)?;
     }
     let socket = format!("{}/{}.sock", options.socket_folder, domain.uuid);
-    edit.device(&socket, options.retain)?;
-    edit.metadata(&options.cache)?;
+    edit.set_device(&socket, options.retain)?;
+    edit.write_metadata(&options.cache)?;
     Ok(edit.text)
 }
 
@@ -101,7 +101,7 @@ pub fn detach(text: &str) -> Result<String, Error> {
         .filter_map(|namespace| metadata(root, namespace))
         .map(edit::remove)
         .collect();
-    if let Some(places) = our_arguments(&qemu_arguments(root)) {
+    if let Some(places) = attached_arguments(&qemu_arguments(root)) {
         let nodes = argument_nodes(root);
         let values = places.into_iter().flat_map(|at| [nodes[at], nodes[at + 1]]);
         splices.extend(values.map(edit::remove));
@@ -121,9 +121,9 @@ struct Edit {
 }
 
 impl Edit {
-    fn start(text: &str) -> Result<Edit, Error> {
+    fn new(text: &str) -> Result<Edit, Error> {
         let document = Document::parse(text)?;
-        unchangeable(document.root_element())?;
+        check_supported(document.root_element())?;
         let changes = undo::read(metadata(document.root_element(), UNDO_NAMESPACE))?;
         Ok(Edit {
             text: text.into(),
@@ -160,7 +160,7 @@ impl Edit {
         }
         let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
         self.insert(parent, after, element)?;
-        self.changes.push(Change::Made(path.into()));
+        self.changes.push(Change::Inserted(path.into()));
         Ok(())
     }
 
@@ -182,7 +182,7 @@ impl Edit {
         // If attach has set this value before, the record of that change already has the value from
         // before attach. So the record stays, and only its new value is updated.
         let first = self.changes.iter_mut().find_map(|change| match change {
-            Change::Was {
+            Change::Replaced {
                 path: at,
                 attribute: name,
                 new: last,
@@ -192,7 +192,7 @@ impl Edit {
         });
         match first {
             Some(last) => *last = new.into(),
-            None => self.changes.push(Change::Was {
+            None => self.changes.push(Change::Replaced {
                 path: path.into(),
                 attribute: attribute.map(Into::into),
                 old: self.text[place.clone()].into(),
@@ -205,7 +205,7 @@ impl Edit {
 
     /// Changes the XML so that QEMU allocates the VM's memory in a shared memfd, which the daemon
     /// can map.
-    fn memory(&mut self) -> Result<(), Error> {
+    fn set_memory(&mut self) -> Result<(), Error> {
         let sizes = ["maxMemory", "memory", "currentMemory"];
         let before = ["name", "uuid", "title", "description", "metadata"];
         let after: Vec<&str> = sizes.into_iter().chain(before).collect();
@@ -220,18 +220,18 @@ impl Edit {
         self.set("memoryBacking/access", Some("mode"), "shared")
     }
 
-    fn emulator(&mut self, path: &str) -> Result<(), Error> {
+    fn set_emulator(&mut self, path: &str) -> Result<(), Error> {
         self.ensure("devices/emulator", &[], "<emulator></emulator>")?;
         self.set("devices/emulator", None, path)
     }
 
     /// Writes QEMU's arguments for the virtio-tmem device. A device that exists keeps its PCI
     /// address.
-    fn device(&mut self, socket: &str, retain: Option<bool>) -> Result<(), Error> {
+    fn set_device(&mut self, socket: &str, retain: Option<bool>) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
         let arguments = qemu_arguments(root);
-        let places = our_arguments(&arguments);
+        let places = attached_arguments(&arguments);
         let address = match places {
             None => free_address(root)?,
             Some([_, device]) => {
@@ -285,7 +285,7 @@ impl Edit {
 
     /// Writes the quota and the record of changes into the domain's metadata. It is the last step
     /// of attach, because the earlier steps add to the record.
-    fn metadata(&mut self, cache: &Cache) -> Result<(), Error> {
+    fn write_metadata(&mut self, cache: &Cache) -> Result<(), Error> {
         let before = ["name", "uuid", "genid", "title", "description"];
         self.ensure("metadata", &before, "<metadata>\n  </metadata>")?;
         let document = Document::parse(&self.text)?;
@@ -293,23 +293,23 @@ impl Edit {
         let node =
             child(root, "metadata").ok_or_else(|| Error("the domain has no <metadata>".into()))?;
         let indent = indent_within(node);
-        let noted = metadata(root, UNDO_NAMESPACE);
-        let there = metadata(root, CACHE_NAMESPACE);
-        let same = there.is_some_and(|node| Cache::of(node).as_ref() == Ok(cache));
+        let record = metadata(root, UNDO_NAMESPACE);
+        let present = metadata(root, CACHE_NAMESPACE);
+        let same = present.is_some_and(|node| Cache::from_element(node).as_ref() == Ok(cache));
         let mut splices = Vec::new();
-        let mut fresh = Vec::new();
+        let mut inserted = Vec::new();
         let mut place = |node: Option<Node<'_, '_>>, element: String| match node {
             Some(node) => splices.push(Splice(node.range(), element)),
-            None => fresh.push(element),
+            None => inserted.push(element),
         };
         if !same {
-            place(there, cache.to_element(indent));
+            place(present, cache.to_element(indent));
         }
-        if undo::read(noted)? != self.changes {
-            place(noted, undo::write(&self.changes, indent));
+        if undo::read(record)? != self.changes {
+            place(record, undo::write(&self.changes, indent));
         }
-        if !fresh.is_empty() {
-            splices.extend(edit::insert(node, node.last_element_child(), &fresh));
+        if !inserted.is_empty() {
+            splices.extend(edit::insert(node, node.last_element_child(), &inserted));
         }
         self.text = apply(&self.text, splices);
         Ok(())

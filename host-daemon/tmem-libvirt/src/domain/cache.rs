@@ -49,10 +49,12 @@ impl Cache {
                 self.weight.unwrap_or(0)
             ));
         }
-        let good = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
         match &self.trust_domain {
             Some(name)
-                if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(good) =>
+                if name.is_empty()
+                    || name.len() > NAME_BYTES_MAX
+                    || !name.chars().all(is_allowed) =>
             {
                 fault(format!(
                     "{name:?} cannot be a trust domain: a name has 1 to {NAME_BYTES_MAX} letters, \
@@ -66,10 +68,10 @@ impl Cache {
     /// Parses the XML element with a VM's quota. The element may lack its namespace, because
     /// libvirt returns metadata without it.
     pub fn parse(text: &str) -> Result<Cache, Error> {
-        Cache::of(roxmltree::Document::parse(text)?.root_element())
+        Cache::from_element(roxmltree::Document::parse(text)?.root_element())
     }
 
-    pub(crate) fn of(element: Node<'_, '_>) -> Result<Cache, Error> {
+    pub(crate) fn from_element(element: Node<'_, '_>) -> Result<Cache, Error> {
         let fault = |what: String| Error(format!("the domain's <cache> metadata: {what}"));
         let namespace = element.tag_name().namespace();
         if element.tag_name().name() != "cache"

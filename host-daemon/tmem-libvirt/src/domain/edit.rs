@@ -57,7 +57,7 @@ fn start_tag(node: Node<'_, '_>) -> (usize, bool) {
 }
 
 /// Returns the range between an element's start tag and end tag, or None for an empty-element tag.
-pub fn inside(node: Node<'_, '_>) -> Option<Range<usize>> {
+pub fn contents_range(node: Node<'_, '_>) -> Option<Range<usize>> {
     let (start, empty) = start_tag(node);
     let end = node.document().input_text()[..node.range().end].rfind("</")?;
     (!empty).then_some(start..end)

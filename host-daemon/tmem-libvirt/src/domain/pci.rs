@@ -49,7 +49,7 @@ fn root_bus(root: Node<'_, '_>) -> Result<(&'static str, std::ops::RangeInclusiv
 
 /// Parses a number as libvirt writes it in XML, for example `0x1f` or `31`. Returns None if the
 /// text is no such number.
-fn number(text: &str) -> Option<u32> {
+fn parse_number(text: &str) -> Option<u32> {
     match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
         None => text.parse().ok(),
@@ -57,7 +57,7 @@ fn number(text: &str) -> Option<u32> {
 }
 
 /// Returns the slots of the PCI root bus that the domain's devices and QEMU arguments occupy.
-fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
+fn taken_slots(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
     let devices = child(root, "devices");
     let devices = devices.into_iter().flat_map(|node| node.children());
     // Only an <address> that is a direct child of the device is a slot in the VM. An <address>
@@ -65,12 +65,12 @@ fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
     let addresses = devices
         .filter(Node::is_element)
         .filter_map(|device| child(device, "address"));
-    let of_devices = addresses
+    let device_slots = addresses
         .filter(|address| address.attribute("type") == Some("pci"))
-        .filter(|address| address.attribute("bus").and_then(number).unwrap_or(0) == 0)
-        .filter_map(|address| address.attribute("slot").and_then(number));
+        .filter(|address| address.attribute("bus").and_then(parse_number).unwrap_or(0) == 0)
+        .filter_map(|address| address.attribute("slot").and_then(parse_number));
     let arguments = qemu_arguments(root);
-    let of_arguments = arguments.iter().filter_map(|argument| {
+    let argument_slots = arguments.iter().filter_map(|argument| {
         let property = |key: &str| {
             let mut pairs = argument.split(',').filter_map(|pair| pair.split_once('='));
             pairs.find(|(name, _)| *name == key).map(|(_, value)| value)
@@ -80,14 +80,14 @@ fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
         let slot = u32::from_str_radix(slot.trim_start_matches("0x"), 16).ok()?;
         property("bus").is_none_or(|on| on == bus).then_some(slot)
     });
-    of_devices.chain(of_arguments).collect()
+    device_slots.chain(argument_slots).collect()
 }
 
 /// Chooses the highest free slot of the PCI root bus. Returns the bus and the slot as QEMU
 /// properties, such as `bus=pci.0,addr=0x1f`.
 pub fn free_address(root: Node<'_, '_>) -> Result<String, Error> {
     let (bus, slots) = root_bus(root)?;
-    let taken = taken(root, bus);
+    let taken = taken_slots(root, bus);
     let free = slots.rev().find(|slot| !taken.contains(&u32::from(*slot)));
     match free {
         Some(slot) => Ok(format!("bus={bus},addr={slot:#04x}")),

@@ -39,7 +39,7 @@ pub struct Domain {
     pub memory: Result<(), Error>,
     /// Bytes that the guest may take from the host's available memory. The value is 0 if the
     /// guest's memory consists of huge pages, because the host sets these aside in advance.
-    pub takes_bytes: u64,
+    pub host_memory_bytes: u64,
     /// Maximum size of the guest's memory in bytes, including memory that can be added while the VM
     /// runs. None if the XML does not give it.
     pub memory_max_bytes: Option<u64>,
@@ -59,10 +59,10 @@ pub struct Device {
 impl Domain {
     /// Parses a domain's XML.
     pub fn parse(text: &str) -> Result<Domain, Error> {
-        Domain::of(&Document::parse(text)?)
+        Domain::from_document(&Document::parse(text)?)
     }
 
-    pub(crate) fn of(document: &Document<'_>) -> Result<Domain, Error> {
+    fn from_document(document: &Document<'_>) -> Result<Domain, Error> {
         let root = document.root_element();
         if !root.has_tag_name("domain") {
             return Err(Error(format!(
@@ -83,11 +83,11 @@ impl Domain {
             uuid: must("uuid")?.to_ascii_lowercase(),
             emulator: text("devices/emulator").map(Into::into),
             device: device(root),
-            cache: metadata(root, CACHE_NAMESPACE).map(Cache::of),
+            cache: metadata(root, CACHE_NAMESPACE).map(Cache::from_element),
             user: user(root),
             acpi: find(root, "features/acpi").is_some(),
-            memory: memory(root),
-            takes_bytes: takes_bytes(root),
+            memory: check_memory(root),
+            host_memory_bytes: host_memory_bytes(root),
             memory_max_bytes: size(root, "maxMemory").or_else(|| size(root, "memory")),
         })
     }
@@ -119,7 +119,7 @@ pub(crate) fn property(options: &str, key: &str) -> Option<String> {
 
 /// Returns the positions of the arguments `-chardev` and `-device` that attach added, if it added a
 /// device.
-pub(crate) fn our_arguments(arguments: &[String]) -> Option<[usize; 2]> {
+pub(crate) fn attached_arguments(arguments: &[String]) -> Option<[usize; 2]> {
     let is = |at: usize, option: &str, id: &str| {
         arguments[at] == option
             && arguments
@@ -171,7 +171,7 @@ fn user(root: Node<'_, '_>) -> Option<String> {
 
 /// Checks that the daemon can map the VM's memory. The memory must be shared, and in a memfd: QEMU
 /// seals a memfd so that no process can shrink it.
-fn memory(root: Node<'_, '_>) -> Result<(), Error> {
+fn check_memory(root: Node<'_, '_>) -> Result<(), Error> {
     for (place, name, good, is_not) in [
         ("access", "mode", "shared", "shared"),
         ("source", "type", "memfd", "in a memfd"),
@@ -190,13 +190,13 @@ fn memory(root: Node<'_, '_>) -> Result<(), Error> {
             )));
         }
     }
-    unchangeable(root)
+    check_supported(root)
 }
 
 /// Returns the size of the domain's `currentMemory` in bytes, or of its `memory` if it has no
 /// `currentMemory`. The balloon lets the guest use no more than `currentMemory`. Returns 0 if the
 /// memory consists of huge pages.
-fn takes_bytes(root: Node<'_, '_>) -> u64 {
+fn host_memory_bytes(root: Node<'_, '_>) -> u64 {
     if find(root, "memoryBacking/hugepages").is_some() {
         return 0;
     }
@@ -214,7 +214,7 @@ fn size(root: Node<'_, '_>, name: &str) -> Option<u64> {
 
 /// Checks that the domain has no setting that makes the cache impossible and that attach cannot
 /// change.
-pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
+pub(crate) fn check_supported(root: Node<'_, '_>) -> Result<(), Error> {
     if let Some(kind) = root
         .attribute("type")
         .filter(|k| !["kvm", "qemu"].contains(k))
@@ -268,7 +268,7 @@ mod tests {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
             Domain::parse(&xml)
                 .expect("a valid domain was refused")
-                .takes_bytes
+                .host_memory_bytes
         };
         let memory = "<memory unit='GiB'>2</memory>";
         assert_eq!(takes(memory), 2 << 30);

@@ -18,10 +18,10 @@ const PREFIX: &str = "tmem-undo";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// attach inserted the element at this path.
-    Made(String),
+    Inserted(String),
     /// attach replaced the value of the attribute, or the element's text if `attribute` is None.
     /// `old` is the text before the change, with its XML entities.
-    Was {
+    Replaced {
         path: String,
         attribute: Option<String>,
         old: String,
@@ -35,8 +35,8 @@ pub fn write(changes: &[Change], indent: usize) -> String {
     for change in changes {
         text += &format!("\n{:indent$}  ", "");
         text += &match change {
-            Change::Made(path) => format!("<{PREFIX}:made path=\"{path}\"/>"),
-            Change::Was {
+            Change::Inserted(path) => format!("<{PREFIX}:made path=\"{path}\"/>"),
+            Change::Replaced {
                 path,
                 attribute,
                 old,
@@ -63,8 +63,8 @@ pub fn read(record: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
         .map(|element| {
             let path = element.attribute("path").unwrap_or("").to_string();
             match element.tag_name().name() {
-                "made" => Ok(Change::Made(path)),
-                "was" => Ok(Change::Was {
+                "made" => Ok(Change::Inserted(path)),
+                "was" => Ok(Change::Replaced {
                     path,
                     attribute: element.attribute("attribute").map(Into::into),
                     old: element.text().unwrap_or("").into(),
@@ -84,11 +84,11 @@ pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
     let document = Document::parse(text)?;
     let find = |path| edit::find(document.root_element(), path);
     let splices = match change {
-        Change::Made(path) => match find(path) {
+        Change::Inserted(path) => match find(path) {
             Some(node) if edit::is_blank(node) => vec![edit::remove(node)],
             _ => vec![],
         },
-        Change::Was {
+        Change::Replaced {
             path,
             attribute,
             old,
@@ -105,7 +105,7 @@ pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
 /// None.
 pub fn value(node: Node<'_, '_>, attribute: Option<&str>) -> Option<(Range<usize>, String)> {
     let Some(name) = attribute else {
-        let place = edit::inside(node)?;
+        let place = edit::contents_range(node)?;
         return Some((place, node.text().unwrap_or("").trim().into()));
     };
     let attribute = node.attribute_node(name)?;

@@ -33,7 +33,7 @@ use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 use tmem_libvirt::domain::{Device, Domain};
-use tmem_libvirt::owner::{Owner, away, refusal};
+use tmem_libvirt::{CallError, Owner};
 
 /// Longest time that the hook delays the start of a VM if the daemon does not answer. The daemon
 /// normally answers within milliseconds. The time is short because people wait for the start.
@@ -41,22 +41,22 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Longest time that the start of a VM waits until the pool has shrunk. It is a little longer than
 /// the time after which the daemon answers the request in any case.
-const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// Longest time that the hook waits for a daemon that did not answer another hook a short time ago.
 /// It suffices for a daemon that answers again on a busy host. Hooks wait so within 10 s only
 /// ([`LateRecord`]), so a hundred starts one after the other are delayed by 10 s at most.
-const TIMEOUT_AGAIN: Duration = Duration::from_millis(200);
+const LATE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Pause before the hook asks again if the daemon closed the connection because it had too many
 /// clients. Most other clients have disconnected after this pause.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// True if the daemon has closed at least one connection of the hook without an answer.
-static WAS_SHUT: AtomicBool = AtomicBool::new(false);
+static CONNECTION_CLOSED: AtomicBool = AtomicBool::new(false);
 
 /// True while the hook looks a user up, which may ask a directory service.
-static LOOKS_UP: AtomicBool = AtomicBool::new(false);
+static IN_LOOK_UP: AtomicBool = AtomicBool::new(false);
 
 /// Priority of the hook's messages to syslog: facility `daemon` and level `warning`.
 const SYSLOG_PRIORITY: u32 = 3 * 8 + 4;
@@ -124,9 +124,9 @@ fn main() -> ExitCode {
     };
     let work = move || match (read, String::from_utf8(xml)) {
         (Ok(_), Ok(xml)) => handle(&xml, operation, &options),
-        _ => Some(not_needed("the domain's XML cannot be read".into())),
+        _ => Some(Problem::optional("the domain's XML cannot be read".into())),
     };
-    let bug = |_| Some(not_needed("a bug: tmem-hook panicked".into()));
+    let bug = |_| Some(Problem::optional("a bug: tmem-hook panicked".into()));
     let problem = catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(bug);
     let Some(Problem { required, what, .. }) = problem else {
         return ExitCode::SUCCESS;
@@ -164,11 +164,14 @@ fn main() -> ExitCode {
     }
 }
 
-fn not_needed(what: String) -> Problem {
-    Problem {
-        required: false,
-        late: false,
-        what,
+impl Problem {
+    /// Creates the problem of a VM that starts without its cache.
+    fn optional(what: String) -> Problem {
+        Problem {
+            required: false,
+            late: false,
+            what,
+        }
     }
 }
 
@@ -187,7 +190,7 @@ fn log(message: &str) {
 fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => Arc::new(domain),
-        Err(error) => return Some(not_needed(error.0)),
+        Err(error) => return Some(Problem::optional(error.0)),
     };
     // A VM that requires its cache waits for the daemon in any case, because it cannot start without
     // it.
@@ -197,20 +200,20 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
         let what = "the daemon did not answer another VM some seconds ago, and does not answer now";
         return domain.device.as_ref().map(|_| Problem {
             late: true,
-            ..not_needed(what.into())
+            ..Problem::optional(what.into())
         });
     }
     if operation == Operation::Migrate {
-        return arrive(xml, &domain, options);
+        return handle_migration(xml, &domain, options);
     }
     let problem = check(&domain, operation, options);
     // Shrink the pool only if the VM will start, because only then does the VM take memory. Do not
     // ask a daemon that has just been late, because that would delay the start once more.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
-        let (bytes, socket) = (domain.takes_bytes, options.socket.clone());
+        let (bytes, socket) = (domain.host_memory_bytes, options.socket.clone());
         // A pool that cannot shrink does not prevent the VM's start.
-        if within(ROOM_TIMEOUT, move || release_memory(bytes, &socket)).is_none() {
-            remember(options);
+        if within(RELEASE_TIMEOUT, move || release_memory(bytes, &socket)).is_none() {
+            record_late(options);
         }
     }
     problem
@@ -223,11 +226,11 @@ fn is_still_late(options: &Options) -> bool {
         return false;
     }
     let socket = options.socket.clone();
-    let answer = within(TIMEOUT_AGAIN, move || {
-        ask(&socket, |client| client.list_vms().call()).map(drop)
+    let answer = within(LATE_TIMEOUT, move || {
+        call(&socket, |client| client.list_vms().call()).map(drop)
     });
     // A daemon that closes the connection has too many clients, but it answers.
-    let answers = answer.is_some() || WAS_SHUT.load(Ordering::Relaxed);
+    let answers = answer.is_some() || CONNECTION_CLOSED.load(Ordering::Relaxed);
     if answers {
         options.late.remove();
     }
@@ -236,8 +239,8 @@ fn is_still_late(options: &Options) -> bool {
 
 /// Records that the daemon did not answer in time. Records nothing if the time passed for another
 /// reason: the daemon has too many clients, or a directory service does not answer.
-fn remember(options: &Options) {
-    if WAS_SHUT.load(Ordering::Relaxed) || LOOKS_UP.load(Ordering::Relaxed) {
+fn record_late(options: &Options) {
+    if CONNECTION_CLOSED.load(Ordering::Relaxed) || IN_LOOK_UP.load(Ordering::Relaxed) {
         return;
     }
     if let Err(error) = options.late.write(&options.socket) {
@@ -251,24 +254,24 @@ fn remember(options: &Options) {
 /// Handles a VM that arrives by a migration. If it comes from this host, the hook gives it a second
 /// socket, because the source of the migration still uses the first one. Returns a problem if the
 /// daemon gives no list of its VMs or the socket cannot be changed.
-fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
+fn handle_migration(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let socket = options.socket.clone();
     let list = within(TIMEOUT, move || {
-        ask(&socket, |client| client.list_vms().call())
+        call(&socket, |client| client.list_vms().call())
     });
     if list.is_none() {
-        remember(options);
+        record_late(options);
     }
-    let vms = match list.unwrap_or_else(|| Err((false, hangs()))) {
+    let vms = match list.unwrap_or_else(|| Err(CallError::Failed(timeout_text()))) {
         Ok(list) => list.vms,
-        Err((_, what)) => return Some(not_needed(what)),
+        Err(error) => return Some(Problem::optional(error.to_string())),
     };
-    let is_it = |vm: &api::Vm| vm.uuid.as_ref() == Some(&domain.uuid) && vm.socket == device.socket;
-    if !vms.iter().any(is_it) {
+    let is_vm = |vm: &api::Vm| vm.uuid.as_ref() == Some(&domain.uuid) && vm.socket == device.socket;
+    if !vms.iter().any(is_vm) {
         return None;
     }
-    let other = tmem_libvirt::owner::other_socket(&device.socket, &domain.uuid);
+    let other = tmem_libvirt::other_socket(&device.socket, &domain.uuid);
     match tmem_libvirt::domain::move_socket(xml, &other) {
         Ok(xml) => {
             // An error of this write is ignored. It means that libvirt does not read the XML, which
@@ -276,19 +279,19 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
             let _ = std::io::stdout().write_all(xml.as_bytes());
             None
         }
-        Err(error) => Some(not_needed(error.0)),
+        Err(error) => Some(Problem::optional(error.0)),
     }
 }
 
-fn hangs() -> String {
+fn timeout_text() -> String {
     let seconds = TIMEOUT.as_secs();
-    if LOOKS_UP.load(Ordering::Relaxed) {
+    if IN_LOOK_UP.load(Ordering::Relaxed) {
         return format!(
             "no source of accounts answered within {seconds} s who the user of its QEMU is: see \
              getent passwd and /etc/nsswitch.conf, or give the user's number with --owner"
         );
     }
-    match WAS_SHUT.load(Ordering::Relaxed) {
+    match CONNECTION_CLOSED.load(Ordering::Relaxed) {
         true => format!(
             "the daemon has had too many clients for {seconds} s, or refuses this user: its log \
              has the reason"
@@ -301,21 +304,21 @@ fn hangs() -> String {
 /// without an answer. The daemon closes connections when it has too many clients, for example when
 /// many VMs start together. Repeating a request of the hook does no harm.
 ///
-/// The loop has no limit. The caller uses [`within`], which stops waiting for it. The error has the
-/// form of [`refusal`]'s result.
-fn ask<T>(
+/// The loop has no limit. The caller uses [`within`], which stops waiting for it.
+fn call<T>(
     socket: &Path,
-    call: impl Fn(&mut api::VarlinkClient) -> api::Result<T>,
-) -> Result<T, (bool, String)> {
+    method: impl Fn(&mut api::VarlinkClient) -> api::Result<T>,
+) -> Result<T, CallError> {
     loop {
         let client = api::connect(socket);
-        let mut client = client.map_err(|error| (false, away(socket, &error.to_string())))?;
-        match call(&mut client) {
-            Err(error) if api::was_shut(&error) => {
-                WAS_SHUT.store(true, Ordering::Relaxed);
+        let mut client =
+            client.map_err(|error| CallError::no_answer(socket, &error.to_string()))?;
+        match method(&mut client) {
+            Err(error) if api::is_connection_closed(&error) => {
+                CONNECTION_CLOSED.store(true, Ordering::Relaxed);
                 std::thread::sleep(PAUSE);
             }
-            result => return result.map_err(|error| refusal(socket, &error)),
+            result => return result.map_err(|error| CallError::new(socket, &error)),
         }
     }
 }
@@ -339,7 +342,7 @@ fn within<T: Send + 'static>(
 fn release_memory(bytes: u64, socket: &Path) {
     let bytes = i64::try_from(bytes).unwrap_or(0);
     if bytes > 0 {
-        let _ = ask(socket, |client| client.release_memory(bytes).call());
+        let _ = call(socket, |client| client.release_memory(bytes).call());
     }
 }
 
@@ -356,9 +359,9 @@ fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> 
     });
     let late = result.is_none();
     if late {
-        remember(options);
+        record_late(options);
     }
-    let what = result.unwrap_or_else(|| Err(hangs())).err()?;
+    let what = result.unwrap_or_else(|| Err(timeout_text())).err()?;
     Some(Problem {
         required,
         late,
@@ -369,7 +372,8 @@ fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> 
 /// Asks the daemon to serve the VM, and checks that the daemon supports the device's `retain=on`.
 fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     serve(domain, device, options)?;
-    if device.retain == Some(true) && ask(&options.socket, api::knows_retained_pages) == Ok(false) {
+    if device.retain == Some(true) && call(&options.socket, api::knows_retained_pages) == Ok(false)
+    {
         return Err(format!(
             "its device has retain=on, and the daemon does not know retained pages, so QEMU refuses \
              the daemon: update tmemd, or run tmemctl attach {} --retain off",
@@ -389,29 +393,27 @@ fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), Stri
         // The device was added by hand, without a quota in the metadata. If the daemon already
         // serves the VM with settings from its own configuration, leave these settings unchanged.
         None => {
-            let list = ask(socket, |client| client.list_vms().call());
-            let vms = list.map_err(|(_, what)| what)?.vms;
-            let is_it =
+            let list = call(socket, |client| client.list_vms().call());
+            let vms = list.map_err(|error| error.to_string())?.vms;
+            let is_vm =
                 |vm: &api::Vm| vm.uuid.as_ref() == Some(&domain.uuid) && vm.socket == device.socket;
-            if vms.iter().any(is_it) {
+            if vms.iter().any(is_vm) {
                 return Ok(());
             }
             Default::default()
         }
     };
-    LOOKS_UP.store(true, Ordering::Relaxed);
+    IN_LOOK_UP.store(true, Ordering::Relaxed);
     let vm = Owner::find(options.owner.as_deref())
-        .and_then(|owner| tmem_libvirt::owner::vm(domain, device, &cache, owner));
-    LOOKS_UP.store(false, Ordering::Relaxed);
+        .and_then(|owner| tmem_libvirt::vm_spec(domain, device, &cache, owner));
+    IN_LOOK_UP.store(false, Ordering::Relaxed);
     let vm = vm?;
-    match ask(socket, |client| client.add_vm(vm.clone()).call()) {
+    match call(socket, |client| client.add_vm(vm.clone()).call()) {
         Ok(_) => Ok(()),
-        Err((refused, mut what)) => {
-            if refused && !device.socket.contains(&domain.uuid) {
-                what += "; if it is a copy of another domain, run tmemctl attach";
-            }
-            Err(what)
-        }
+        Err(CallError::Refused(what)) if !device.socket.contains(&domain.uuid) => Err(format!(
+            "{what}; if it is a copy of another domain, run tmemctl attach"
+        )),
+        Err(error) => Err(error.to_string()),
     }
 }
 
@@ -420,8 +422,6 @@ fn release(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
     let (uuid, socket) = (&domain.uuid, &device.socket);
     let remove =
         |client: &mut api::VarlinkClient| client.remove_vm(uuid.clone(), socket.clone()).call();
-    match ask(&options.socket, remove) {
-        Ok(_) => Ok(()),
-        Err((_, what)) => Err(what),
-    }
+    let removed = call(&options.socket, remove);
+    removed.map(drop).map_err(|error| error.to_string())
 }

@@ -188,9 +188,9 @@ fn replaced(root: &Path) -> Vec<Finding> {
 #[cfg(feature = "libvirt")]
 pub fn huge_pages(xml: &str, active: bool, root: &Path) -> Option<Finding> {
     let domain = tmem_libvirt::domain::Domain::parse(xml).ok()?;
-    // `takes_bytes` is 0 for a domain whose memory consists of huge pages, because it takes no
+    // `host_memory_bytes` is 0 for a domain whose memory consists of huge pages, because it takes no
     // bytes of the host's available memory.
-    if domain.device.is_none() || domain.takes_bytes > 0 || active {
+    if domain.device.is_none() || domain.host_memory_bytes > 0 || active {
         return None;
     }
     let check = Check::new("huge-pages", domain.name.as_str());

@@ -13,14 +13,15 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tmem_control as api;
 use tmem_control::{VarlinkClientInterface, VmSpec};
+use tmem_libvirt::CallError;
 
 /// Time after which the bridge removes a VM from the daemon if the VM has no connection and its
 /// domain does not run. Such a VM remains if the hook could not reach the daemon when the VM ended.
 /// The time is longer than the start of a VM takes.
-const STRAY: Duration = Duration::from_secs(60);
+const REMOVAL_DELAY: Duration = Duration::from_secs(60);
 
 /// The bridge's view of the daemon, and what libvirt's domains request of it.
-pub struct Daemon {
+pub struct Reconciler {
     socket: PathBuf,
     /// Request of each running domain that has the device, by the domain's UUID.
     requests: HashMap<String, Request>,
@@ -29,34 +30,42 @@ pub struct Daemon {
     accepted: HashMap<String, VmSpec>,
     /// The problem that the bridge logged last for each domain, by the domain's UUID. The bridge
     /// logs a problem only if it differs from this one.
-    complaints: HashMap<String, String>,
+    logged_problems: HashMap<String, String>,
     /// Time at which the bridge first found that a VM's domain does not run, by the VM's socket.
-    strays: HashMap<String, Instant>,
-    /// UUID and socket of each VM in the daemon whose domain this process has seen running. Such a
-    /// VM belongs to libvirt, even if libvirt no longer knows its domain. The set is no larger than
-    /// the daemon's list of VMs.
-    ran: HashSet<(String, String)>,
-    away: bool,
+    stopped_since: HashMap<String, Instant>,
+    /// Each VM in the daemon whose domain this process has seen running. Such a VM belongs to
+    /// libvirt, even if libvirt no longer knows its domain. The set is no larger than the daemon's
+    /// list of VMs.
+    ran: HashSet<VmKey>,
+    /// True if the last pass could not reach the daemon.
+    unreachable: bool,
 }
 
-/// Reason why a pass of [`Daemon::reconcile`] failed, with the service that failed.
-enum Trouble {
+/// UUID and socket of a VM in the daemon. During a migration on one host, two VMs have one UUID.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct VmKey {
+    uuid: String,
+    socket: String,
+}
+
+/// Reason why a pass of [`Reconciler::reconcile`] failed, with the service that failed.
+enum PassError {
     Daemon(String),
     Libvirt(String),
 }
 
-impl Daemon {
+impl Reconciler {
     /// Creates the bridge's view of the daemon with the control socket `socket`. The daemon need
     /// not run.
-    pub fn new(socket: &Path) -> Daemon {
-        Daemon {
+    pub fn new(socket: &Path) -> Reconciler {
+        Reconciler {
             socket: socket.into(),
             requests: HashMap::new(),
             accepted: HashMap::new(),
-            complaints: HashMap::new(),
-            strays: HashMap::new(),
+            logged_problems: HashMap::new(),
+            stopped_since: HashMap::new(),
             ran: HashSet::new(),
-            away: false,
+            unreachable: false,
         }
     }
 
@@ -70,7 +79,7 @@ impl Daemon {
             None => {
                 self.requests.remove(uuid);
                 self.accepted.remove(uuid);
-                self.complaints.remove(uuid);
+                self.logged_problems.remove(uuid);
             }
         }
     }
@@ -80,7 +89,8 @@ impl Daemon {
     pub fn forget_others(&mut self, running: &[String]) {
         self.requests.retain(|uuid, _| running.contains(uuid));
         self.accepted.retain(|uuid, _| running.contains(uuid));
-        self.complaints.retain(|uuid, _| running.contains(uuid));
+        self.logged_problems
+            .retain(|uuid, _| running.contains(uuid));
     }
 
     /// Sends the daemon all differences between its VMs and the domains' requests. `read` asks
@@ -95,66 +105,66 @@ impl Daemon {
         read: &dyn Fn(&str) -> Result<Option<Request>, String>,
         state: &dyn Fn(&str) -> Result<State, String>,
     ) -> Result<(), String> {
-        match self.try_to(now, read, state) {
+        match self.try_reconcile(now, read, state) {
             Ok(()) => {
-                if std::mem::take(&mut self.away) {
+                if std::mem::take(&mut self.unreachable) {
                     tracing::info!("the daemon answers again");
                 }
                 Ok(())
             }
-            Err(Trouble::Daemon(why)) => {
-                if !std::mem::replace(&mut self.away, true) {
+            Err(PassError::Daemon(why)) => {
+                if !std::mem::replace(&mut self.unreachable, true) {
                     tracing::warn!("{why}; retrying");
                 }
                 Ok(())
             }
-            Err(Trouble::Libvirt(why)) => Err(why),
+            Err(PassError::Libvirt(why)) => Err(why),
         }
     }
 
-    fn trouble(&self, error: &api::Error) -> Trouble {
-        Trouble::Daemon(tmem_libvirt::owner::refusal(&self.socket, error).1)
+    fn daemon_error(&self, error: &api::Error) -> PassError {
+        PassError::Daemon(CallError::new(&self.socket, error).to_string())
     }
 
-    fn try_to(
+    fn try_reconcile(
         &mut self,
         now: Instant,
         read: &dyn Fn(&str) -> Result<Option<Request>, String>,
         state: &dyn Fn(&str) -> Result<State, String>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), PassError> {
         let client = api::connect(&self.socket);
         let mut client = client.map_err(|e| {
-            Trouble::Daemon(tmem_libvirt::owner::away(&self.socket, &e.to_string()))
+            PassError::Daemon(CallError::no_answer(&self.socket, &e.to_string()).to_string())
         })?;
-        let listed = client.list_vms().call().map_err(|e| self.trouble(&e))?.vms;
-        self.see_who_ran(&listed);
+        let listed = client
+            .list_vms()
+            .call()
+            .map_err(|e| self.daemon_error(&e))?
+            .vms;
+        self.update_ran(&listed);
         let mut uuids: Vec<String> = self.requests.keys().cloned().collect();
         uuids.sort();
         for uuid in uuids {
             // The sockets are compared, too, because two VMs have the same UUID during a migration
             // on one host.
             let socket = self.socket(&uuid).map(str::to_string);
-            let is_it = |vm: &&api::Vm| {
+            let is_vm = |vm: &&api::Vm| {
                 vm.uuid.as_ref() == Some(&uuid)
                     && socket.as_ref().is_none_or(|socket| *socket == vm.socket)
             };
-            let there = listed.iter().find(is_it);
-            if there.is_none() && !self.can_be_added(&uuid) {
+            let vm = listed.iter().find(is_vm);
+            if vm.is_none() && self.socket(&uuid).is_none() {
                 continue;
             }
-            if there.is_none() {
+            if vm.is_none() {
                 // The daemon does not have the VM. Either it lost the VM, or the domain has just
                 // stopped and the hook removed the VM. Ask libvirt whether the domain still runs.
-                let request = read(&uuid).map_err(Trouble::Libvirt)?;
+                let request = read(&uuid).map_err(PassError::Libvirt)?;
                 self.set_request(&uuid, request);
             }
-            self.one(&mut client, &uuid, there, read)?;
+            self.reconcile_vm(&mut client, &uuid, vm, read)?;
         }
-        self.remove_strays(&mut client, now, &listed, state)
-    }
-
-    fn can_be_added(&self, uuid: &str) -> bool {
-        self.socket(uuid).is_some()
+        self.remove_stopped(&mut client, now, &listed, state)
     }
 
     /// Returns the path of the socket that the domain's device uses; None without a valid request.
@@ -167,79 +177,34 @@ impl Daemon {
 
     /// Adds to `ran` those VMs of the daemon whose domains run. Removes from `ran` the VMs that the
     /// daemon no longer has.
-    fn see_who_ran(&mut self, listed: &[api::Vm]) {
+    fn update_ran(&mut self, listed: &[api::Vm]) {
         let ran = listed.iter().filter_map(|vm| {
-            let it = (vm.uuid.clone()?, vm.socket.clone());
-            let runs = self.socket(&it.0) == Some(&*it.1);
-            (runs || self.ran.contains(&it)).then_some(it)
+            let key = VmKey {
+                uuid: vm.uuid.clone()?,
+                socket: vm.socket.clone(),
+            };
+            let runs = self.socket(&key.uuid) == Some(&*key.socket);
+            (runs || self.ran.contains(&key)).then_some(key)
         });
         self.ran = ran.collect();
     }
 
     /// Adds one VM to the daemon, or changes it, so that it corresponds to its domain's request.
-    fn one(
+    /// `listed` is the VM in the daemon's list.
+    fn reconcile_vm(
         &mut self,
         client: &mut api::VarlinkClient,
         uuid: &str,
-        there: Option<&api::Vm>,
+        listed: Option<&api::Vm>,
         read: &dyn Fn(&str) -> Result<Option<Request>, String>,
-    ) -> Result<(), Trouble> {
-        let spec = match (self.requests.get(uuid), there) {
-            (None, _) | (Some(Request::KeepQuota(_)), Some(_)) => None,
-            (Some(Request::KeepQuota(spec)), None) => Some(Ok(spec.clone())),
-            (Some(Request::Invalid(what)), _) => Some(Err(what.clone())),
-            (Some(Request::Settings(spec)), there) => {
-                let same = there.is_some_and(|vm| {
-                    vm.quota == spec.quota && self.accepted.get(uuid) == Some(spec)
-                });
-                (!same).then(|| Ok(spec.clone()))
-            }
+    ) -> Result<(), PassError> {
+        let problem = match self.spec_to_send(uuid, listed) {
+            Ok(None) => None,
+            Ok(Some(spec)) => self.add_vm(client, uuid, spec, read)?,
+            Err(what) => Some(what),
         };
-        let problem = match spec {
-            None => None,
-            Some(Err(what)) => Some(what),
-            Some(Ok(spec)) => match client.add_vm(spec.clone()).call() {
-                Ok(api::AddVm_Reply { added }) => {
-                    let socket = spec.socket.clone();
-                    self.ran.insert((uuid.into(), socket.clone()));
-                    // The domain may have stopped after `read` returned its request. In that case,
-                    // the hook removed the VM, and the call of add_vm has added it again.
-                    if added && read(uuid).map_err(Trouble::Libvirt)?.is_none() {
-                        let removed = client.remove_vm(uuid.into(), socket).call();
-                        removed.map_err(|e| self.trouble(&e))?;
-                        self.set_request(uuid, None);
-                        return Ok(());
-                    }
-                    if self.accepted.insert(uuid.into(), spec.clone()).as_ref() != Some(&spec) {
-                        let (vm, quota) = (&*spec.name, &spec.quota);
-                        tracing::info!(vm, ?quota, "domain {vm}: quota sent to the daemon");
-                    }
-                    None
-                }
-                Err(error) => match tmem_libvirt::owner::refusal(&self.socket, &error) {
-                    (true, what) => Some(what),
-                    (false, away) => return Err(Trouble::Daemon(away)),
-                },
-            },
-        };
-        match &problem {
-            Some(what) if self.complaints.get(uuid) != Some(what) => {
-                let name = there.map_or(uuid, |vm| &vm.name);
-                let (vm, reason) = (there.map(|vm| &*vm.name), &**what);
-                tracing::warn!(
-                    vm,
-                    uuid,
-                    reason,
-                    "domain {name}: {what}; its cache settings are unchanged"
-                );
-                self.complaints.insert(uuid.into(), what.clone());
-            }
-            Some(_) => {}
-            None => {
-                self.complaints.remove(uuid);
-            }
-        }
-        if let Some(vm) = there
+        self.log_problem(uuid, listed, problem.as_deref());
+        if let Some(vm) = listed
             && vm.problem != problem
         {
             let socket = vm.socket.clone();
@@ -247,47 +212,132 @@ impl Daemon {
                 Ok(_) => {}
                 // The VM was removed after the daemon listed it, so its problem need not be stored.
                 Err(error) if matches!(error.kind(), api::ErrorKind::NoSuchVm(_)) => {}
-                Err(error) => return Err(self.trouble(&error)),
+                Err(error) => return Err(self.daemon_error(&error)),
             }
         }
         Ok(())
     }
 
-    /// Removes VMs from the daemon that have had no connection and no running domain for [`STRAY`].
-    fn remove_strays(
+    /// Returns the description of the VM that the daemon needs; None if the daemon has it already.
+    ///
+    /// # Errors
+    /// The domain's request is invalid.
+    fn spec_to_send(&self, uuid: &str, listed: Option<&api::Vm>) -> Result<Option<VmSpec>, String> {
+        match (self.requests.get(uuid), listed) {
+            (None, _) | (Some(Request::KeepQuota(_)), Some(_)) => Ok(None),
+            (Some(Request::KeepQuota(spec)), None) => Ok(Some(spec.clone())),
+            (Some(Request::Invalid(what)), _) => Err(what.clone()),
+            (Some(Request::Settings(spec)), listed) => {
+                let same = listed.is_some_and(|vm| {
+                    vm.quota == spec.quota && self.accepted.get(uuid) == Some(spec)
+                });
+                Ok((!same).then(|| spec.clone()))
+            }
+        }
+    }
+
+    /// Adds a VM to the daemon, or changes it. Returns the reason if the daemon refuses the VM.
+    fn add_vm(
+        &mut self,
+        client: &mut api::VarlinkClient,
+        uuid: &str,
+        spec: VmSpec,
+        read: &dyn Fn(&str) -> Result<Option<Request>, String>,
+    ) -> Result<Option<String>, PassError> {
+        let added = match client.add_vm(spec.clone()).call() {
+            Ok(reply) => reply.added,
+            Err(error) => {
+                return match CallError::new(&self.socket, &error) {
+                    CallError::Refused(what) => Ok(Some(what)),
+                    CallError::Failed(what) => Err(PassError::Daemon(what)),
+                };
+            }
+        };
+        self.ran.insert(VmKey {
+            uuid: uuid.into(),
+            socket: spec.socket.clone(),
+        });
+        // The domain may have stopped after `read` returned its request. In that case, the hook
+        // removed the VM, and the call of add_vm has added it again.
+        if added && read(uuid).map_err(PassError::Libvirt)?.is_none() {
+            let removed = client.remove_vm(uuid.into(), spec.socket).call();
+            removed.map_err(|e| self.daemon_error(&e))?;
+            self.set_request(uuid, None);
+            return Ok(None);
+        }
+        if self.accepted.get(uuid) != Some(&spec) {
+            let (vm, quota) = (&*spec.name, &spec.quota);
+            tracing::info!(vm, ?quota, "domain {vm}: quota sent to the daemon");
+            self.accepted.insert(uuid.into(), spec);
+        }
+        Ok(None)
+    }
+
+    /// Logs a problem of a domain, unless it is the one that the bridge logged last.
+    fn log_problem(&mut self, uuid: &str, listed: Option<&api::Vm>, problem: Option<&str>) {
+        let Some(reason) = problem else {
+            self.logged_problems.remove(uuid);
+            return;
+        };
+        if self
+            .logged_problems
+            .get(uuid)
+            .is_some_and(|last| last == reason)
+        {
+            return;
+        }
+        let (name, vm) = (
+            listed.map_or(uuid, |vm| &vm.name),
+            listed.map(|vm| &*vm.name),
+        );
+        tracing::warn!(
+            vm,
+            uuid,
+            reason,
+            "domain {name}: {reason}; its cache settings are unchanged"
+        );
+        self.logged_problems.insert(uuid.into(), reason.into());
+    }
+
+    /// Removes VMs from the daemon that have had no connection and no running domain for
+    /// [`REMOVAL_DELAY`].
+    fn remove_stopped(
         &mut self,
         client: &mut api::VarlinkClient,
         now: Instant,
         listed: &[api::Vm],
         state: &dyn Fn(&str) -> Result<State, String>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), PassError> {
         let lost = |vm: &api::Vm| {
             let uuid = vm.uuid.as_ref().filter(|_| !vm.connected)?;
-            (!self.requests.contains_key(uuid)).then(|| (uuid.clone(), vm.socket.clone()))
+            (!self.requests.contains_key(uuid)).then(|| VmKey {
+                uuid: uuid.clone(),
+                socket: vm.socket.clone(),
+            })
         };
-        let lost: Vec<(String, String)> = listed.iter().filter_map(lost).collect();
-        let is_lost = |socket: &str| lost.iter().any(|(_, lost)| lost == socket);
-        self.strays.retain(|socket, _| is_lost(socket));
-        for it in lost {
-            let (uuid, socket) = &it;
-            let since = *self.strays.entry(socket.clone()).or_insert(now);
-            if now.saturating_duration_since(since) < STRAY {
+        let lost: Vec<VmKey> = listed.iter().filter_map(lost).collect();
+        let is_lost = |socket: &str| lost.iter().any(|key| key.socket == socket);
+        self.stopped_since.retain(|socket, _| is_lost(socket));
+        for key in lost {
+            let VmKey { uuid, socket } = &key;
+            let since = *self.stopped_since.entry(socket.clone()).or_insert(now);
+            if now.saturating_duration_since(since) < REMOVAL_DELAY {
                 continue;
             }
-            match state(uuid).map_err(Trouble::Libvirt)? {
+            match state(uuid).map_err(PassError::Libvirt)? {
                 State::Stopped => {}
                 // libvirt does not know the VM. If this process has never seen its domain running,
                 // the VM may belong to a manager other than libvirt.
-                State::Unknown if self.ran.contains(&it) => {}
+                State::Unknown if self.ran.contains(&key) => {}
                 State::Runs | State::Unknown => continue,
             }
             let removed = client.remove_vm(uuid.clone(), socket.clone()).call();
-            if removed.map_err(|e| self.trouble(&e))?.removed {
+            if removed.map_err(|e| self.daemon_error(&e))?.removed {
                 tracing::info!(uuid, "VM {uuid}: removed because its domain does not run");
             }
             // Begin the delay again. The daemon does not remove a VM that its configuration names,
-            // so the bridge tries again only after [`STRAY`].
-            self.strays.insert(socket.clone(), now);
+            // so the bridge tries again only after [`REMOVAL_DELAY`].
+            self.stopped_since.insert(socket.clone(), now);
         }
         Ok(())
     }
@@ -304,7 +354,7 @@ mod tests {
 
     struct BridgeTest {
         tmemd: TestDaemon,
-        bridge: Daemon,
+        bridge: Reconciler,
         /// Request of the only domain of the simulated libvirt. None means that the domain does not
         /// run.
         running: RefCell<Option<Request>>,
@@ -316,7 +366,7 @@ mod tests {
     impl BridgeTest {
         fn new() -> BridgeTest {
             let tmemd = TestDaemon::start(&[]);
-            let bridge = Daemon::new(&tmemd.path("control"));
+            let bridge = Reconciler::new(&tmemd.path("control"));
             BridgeTest {
                 tmemd,
                 bridge,
@@ -562,7 +612,7 @@ mod tests {
         for _ in 0..2 {
             let done = host.bridge.reconcile(host.now, &|_| Ok(None), state);
             assert_eq!(done, Ok(()));
-            host.now += STRAY;
+            host.now += REMOVAL_DELAY;
         }
         assert!(host.vms().is_empty());
     }
@@ -572,7 +622,7 @@ mod tests {
         let mut host = BridgeTest::new();
         host.set_request(Some(Request::Settings(host.spec(5))));
         host.set_request(None);
-        host.now += STRAY / 2;
+        host.now += REMOVAL_DELAY / 2;
         host.reconcile();
         assert_eq!(
             host.vms().len(),
@@ -582,10 +632,10 @@ mod tests {
         // After each start and stop of the VM, the delay before its removal begins again.
         host.set_request(Some(Request::Settings(host.spec(5))));
         host.set_request(None);
-        host.now += STRAY / 2;
+        host.now += REMOVAL_DELAY / 2;
         host.reconcile();
         assert_eq!(host.vms().len(), 1);
-        host.now += STRAY;
+        host.now += REMOVAL_DELAY;
         *host.running.borrow_mut() = Some(Request::Settings(host.spec(5)));
         host.reconcile();
         assert_eq!(
@@ -607,7 +657,7 @@ mod tests {
         host.otherwise = State::Unknown;
         let are_left = |host: &mut BridgeTest| {
             host.reconcile();
-            host.now += STRAY;
+            host.now += REMOVAL_DELAY;
             host.reconcile();
             host.vms().len()
         };
