@@ -260,7 +260,8 @@ pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Fail
         let directory = arguments.run_directory.clone().or(directory);
         let options = Options {
             cache,
-            socket_folder: directory.unwrap_or_else(|| tmem_libvirt::domain::SOCKET_FOLDER.into()),
+            socket_directory: directory
+                .unwrap_or_else(|| tmem_libvirt::domain::SOCKET_DIRECTORY.into()),
             emulator: arguments.emulator.clone(),
             retain: *retain,
         };

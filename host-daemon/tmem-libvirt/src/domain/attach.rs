@@ -7,13 +7,14 @@
 
 use super::cache::Cache;
 use super::edit::{self, Splice, apply, child, children, escape, find, indent_within, metadata};
+use super::error::Error;
+use super::names::{CACHE_NAMESPACE, DEVICE, QEMU_NAMESPACE, SOCKET_DIRECTORY, UNDO_NAMESPACE};
 use super::pci::free_address;
 use super::read::check_supported;
 use super::read::{
     CHARDEV_ID, Domain, RETAIN, argument_nodes, attached_arguments, property, qemu_arguments,
 };
 use super::undo::{self, Change};
-use super::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
 
 /// Time in ms that QEMU waits between two attempts to connect to the daemon. It is short enough
@@ -27,7 +28,7 @@ pub struct Options {
     /// Quota that attach writes into the domain's metadata.
     pub cache: Cache,
     /// Directory of the socket at which the daemon serves the VM.
-    pub socket_folder: String,
+    pub socket_directory: String,
     /// Path of a QEMU that has the device. None keeps the emulator that the domain's XML names.
     pub emulator: Option<String>,
     /// Value of the device's property `retain`. None leaves the property out, because an older QEMU
@@ -39,7 +40,7 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             cache: Cache::default(),
-            socket_folder: SOCKET_FOLDER.into(),
+            socket_directory: SOCKET_DIRECTORY.into(),
             emulator: None,
             retain: None,
         }
@@ -64,7 +65,7 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     if let Some(emulator) = &options.emulator {
         edit.set_emulator(emulator)?;
     }
-    let socket = format!("{}/{}.sock", options.socket_folder, domain.uuid);
+    let socket = format!("{}/{}.sock", options.socket_directory, domain.uuid);
     edit.set_device(&socket, options.retain)?;
     edit.write_metadata(&options.cache)?;
     Ok(edit.text)

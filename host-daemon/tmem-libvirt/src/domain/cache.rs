@@ -3,8 +3,9 @@
 //! invalid, parsing returns the reason.
 
 use super::edit::escape;
+use super::error::Error;
+use super::names::{CACHE_NAMESPACE, CACHE_PREFIX};
 use super::size::{scale, write_size};
-use super::{CACHE_NAMESPACE, CACHE_PREFIX, Error};
 use roxmltree::Node;
 
 /// Largest weight that the daemon accepts.

@@ -4,7 +4,7 @@
 //! The functions insert an element with a line break and blanks before it. When they remove the
 //! element, they remove that line break and those blanks, too.
 
-use super::QEMU_NAMESPACE;
+use super::names::QEMU_NAMESPACE;
 use roxmltree::Node;
 use std::ops::Range;
 

@@ -5,8 +5,8 @@
 //! libvirt assigns PCI slots from the lowest up, so the virtio-tmem device takes the highest free
 //! one. A device that is plugged in later then conflicts with it only if no other slot is free.
 
-use super::Error;
 use super::edit::{child, find};
+use super::error::Error;
 use super::read::qemu_arguments;
 use roxmltree::Node;
 use std::collections::HashSet;

@@ -4,8 +4,9 @@
 
 use super::cache::Cache;
 use super::edit::{child, children, find, metadata};
+use super::error::Error;
+use super::names::{CACHE_NAMESPACE, DEVICE};
 use super::size::scale;
-use super::{CACHE_NAMESPACE, DEVICE, Error};
 use roxmltree::{Document, Node};
 
 /// QEMU id of the chardev that connects to the daemon's socket. A device whose chardev has this id

@@ -7,7 +7,8 @@
 //! set if the value was changed later.
 
 use super::edit::{self, Splice, apply, escape};
-use super::{Error, UNDO_NAMESPACE};
+use super::error::Error;
+use super::names::UNDO_NAMESPACE;
 use roxmltree::{Document, Node};
 use std::ops::Range;
 

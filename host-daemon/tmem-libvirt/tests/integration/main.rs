@@ -4,5 +4,6 @@
 
 mod hook;
 mod linking;
+mod module_graph;
 mod property;
 mod refusals;

@@ -202,7 +202,7 @@ fn options(rng: &mut fastrand::Rng) -> Options {
             trust_domain: rng.bool().then(|| "web.1".into()),
             required: rng.bool(),
         },
-        socket_folder: one(rng, &["/run/virtio-tmem", "/srv/a,b & 'c'"]).into(),
+        socket_directory: one(rng, &["/run/virtio-tmem", "/srv/a,b & 'c'"]).into(),
         emulator: rng
             .bool()
             .then(|| one(rng, &["/opt/qemu", "/opt/q<a>"]).into()),
@@ -255,7 +255,10 @@ fn check(seed: u64) {
     assert_eq!(read.cache, Some(Ok(options.cache.clone())));
     assert!(device.ours);
     let socket = "01234567-89ab-cdef-0123-456789abcdef.sock";
-    assert_eq!(device.socket, format!("{}/{socket}", options.socket_folder));
+    assert_eq!(
+        device.socket,
+        format!("{}/{socket}", options.socket_directory)
+    );
     if options.emulator.is_some() {
         assert_eq!(read.emulator, options.emulator);
     }
