@@ -50,16 +50,17 @@ impl Format {
 
 /// Page that a client requests.
 #[derive(Debug, PartialEq, Eq)]
-enum Asked {
+enum Page {
     Metrics(Format),
     /// The request is for the root page: a line of text for people that says where the metrics are.
     Root,
     /// The server refuses the request. The values are the HTTP status of the answer, and the line
     /// of text that is its body.
-    No(&'static str, &'static str),
+    Refusal(&'static str, &'static str),
 }
 
-fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked {
+/// Returns the page that a complete request names, or a refusal.
+fn parse_request(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Page {
     let header = |name: &str| {
         let mut all = request.headers.iter();
         let found = all.find(|header| header.name.eq_ignore_ascii_case(name));
@@ -70,23 +71,23 @@ fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked
         // The time of this comparison must not reveal the token, so it is constant. It depends only
         // on the length of the token, which is not secret.
         if !bool::from(header("authorization").ct_eq(wanted.as_bytes())) {
-            return Asked::No("401 Unauthorized", "a bearer token is required\n");
+            return Page::Refusal("401 Unauthorized", "a bearer token is required\n");
         }
     }
     if request.method != Some("GET") {
-        return Asked::No("405 Method Not Allowed", "GET only\n");
+        return Page::Refusal("405 Method Not Allowed", "GET only\n");
     }
     let path = request.path.unwrap_or_default();
     match path.split('?').next() {
         Some("/metrics") => {
             let accept = String::from_utf8_lossy(header("accept"));
-            Asked::Metrics(match accept.contains("application/openmetrics-text") {
+            Page::Metrics(match accept.contains("application/openmetrics-text") {
                 true => Format::OpenMetrics,
                 false => Format::Classic,
             })
         }
-        Some("/") => Asked::Root,
-        _ => Asked::No("404 Not Found", "not found: metrics are at /metrics\n"),
+        Some("/") => Page::Root,
+        _ => Page::Refusal("404 Not Found", "not found: metrics are at /metrics\n"),
     }
 }
 
@@ -141,14 +142,14 @@ impl Write for Client {
 
 /// Reads a client's request and returns what it asks for; None if the connection ends before the
 /// request is complete.
-fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
+fn read_request(stream: &mut dyn Read, token: Option<&str>) -> Option<Page> {
     let (mut bytes, mut part) = (Vec::new(), [0; 1024]);
     loop {
         match stream.read(&mut part) {
             Ok(0) => return None,
             Ok(read) => bytes.extend_from_slice(&part[..read]),
             Err(error) if error.kind() == ErrorKind::TimedOut => {
-                return Some(Asked::No(
+                return Some(Page::Refusal(
                     "408 Request Timeout",
                     "the request did not arrive in time\n",
                 ));
@@ -156,7 +157,7 @@ fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
             Err(_) => return None,
         }
         if bytes.len() > REQUEST_BYTES_MAX {
-            return Some(Asked::No(
+            return Some(Page::Refusal(
                 "431 Request Header Fields Too Large",
                 "the request is too large\n",
             ));
@@ -164,10 +165,10 @@ fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
         let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
         let mut request = httparse::Request::new(&mut headers);
         match request.parse(&bytes) {
-            Ok(httparse::Status::Complete(_)) => return Some(understand(&request, token)),
+            Ok(httparse::Status::Complete(_)) => return Some(parse_request(&request, token)),
             Ok(httparse::Status::Partial) => {}
             Err(_) => {
-                return Some(Asked::No(
+                return Some(Page::Refusal(
                     "400 Bad Request",
                     "this is not an HTTP request\n",
                 ));
@@ -177,14 +178,14 @@ fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
 }
 
 /// Returns the head and the body of the answer to a request.
-fn compose(asked: Asked, metrics: &dyn Fn(Format) -> String) -> (String, String) {
-    let (status, content_type, more, body) = match asked {
-        Asked::Metrics(format) => ("200 OK", format.content_type(), "", metrics(format)),
-        Asked::Root => {
+fn response(page: Page, metrics: &dyn Fn(Format) -> String) -> (String, String) {
+    let (status, content_type, more, body) = match page {
+        Page::Metrics(format) => ("200 OK", format.content_type(), "", metrics(format)),
+        Page::Root => {
             let body = "tmem-exporter: metrics are at /metrics\n".into();
             ("200 OK", "text/plain; charset=utf-8", "", body)
         }
-        Asked::No(status, line) => {
+        Page::Refusal(status, line) => {
             let challenge = match status.starts_with("401") {
                 true => "WWW-Authenticate: Bearer\r\n",
                 false => "",
@@ -224,10 +225,10 @@ fn answer(
     };
     let token = access.token.as_deref();
     let Some(tls) = &access.tls else {
-        let Some(asked) = read(&mut client, token) else {
+        let Some(page) = read_request(&mut client, token) else {
             return Ok(());
         };
-        let (head, body) = compose(asked, metrics);
+        let (head, body) = response(page, metrics);
         client.deadline = Instant::now() + WRITE_MAX;
         client.write_all(head.as_bytes())?;
         return client.write_all(body.as_bytes());
@@ -247,10 +248,10 @@ fn answer(
         }
     };
     let mut stream = rustls::StreamOwned::new(connection, client);
-    let Some(asked) = read(&mut stream, token) else {
+    let Some(page) = read_request(&mut stream, token) else {
         return Ok(());
     };
-    let (head, body) = compose(asked, metrics);
+    let (head, body) = response(page, metrics);
     stream.sock.deadline = Instant::now() + WRITE_MAX;
     stream.write_all(head.as_bytes())?;
     stream.write_all(body.as_bytes())?;
