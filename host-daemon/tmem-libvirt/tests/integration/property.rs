@@ -11,7 +11,7 @@ use tmem_libvirt::domain::{Cache, Domain, Options, attach, detach};
 const ROUNDS: u64 = 500;
 
 /// Picks one of several strings at random.
-fn one<'a>(rng: &mut fastrand::Rng, from: &[&'a str]) -> &'a str {
+fn choose<'a>(rng: &mut fastrand::Rng, from: &[&'a str]) -> &'a str {
     from[rng.usize(..from.len())]
 }
 
@@ -30,7 +30,7 @@ fn filler(rng: &mut fastrand::Rng) -> String {
 
 /// Quotes an attribute's value with single or double quotation marks, at random.
 fn quoted(rng: &mut fastrand::Rng, value: &str) -> String {
-    let quote = one(rng, &["'", "\""]);
+    let quote = choose(rng, &["'", "\""]);
     format!("{quote}{value}{quote}")
 }
 
@@ -66,7 +66,7 @@ struct Made {
 }
 
 fn memory_backing(rng: &mut fastrand::Rng) -> String {
-    let source = one(
+    let source = choose(
         rng,
         &[
             "",
@@ -75,7 +75,7 @@ fn memory_backing(rng: &mut fastrand::Rng) -> String {
             "<source type='file'/>",
         ],
     );
-    let access = one(
+    let access = choose(
         rng,
         &[
             "",
@@ -83,7 +83,7 @@ fn memory_backing(rng: &mut fastrand::Rng) -> String {
             "<access  mode = \"pri&#118;ate\"/>",
         ],
     );
-    let rest = one(rng, &["", "<hugepages/>", "<locked/><!-- keep -->"]);
+    let rest = choose(rng, &["", "<hugepages/>", "<locked/><!-- keep -->"]);
     match rng.u8(..5) {
         0 => String::new(),
         1 => "<memoryBacking/>".into(),
@@ -139,7 +139,7 @@ fn domain(rng: &mut fastrand::Rng) -> Made {
     if rng.bool() {
         devices += &format!(
             "<emulator>{}</emulator>",
-            one(rng, &["/usr/bin/qemu-system-x86_64", " /opt/q&amp;a ", ""])
+            choose(rng, &["/usr/bin/qemu-system-x86_64", " /opt/q&amp;a ", ""])
         );
     }
     for _ in 0..rng.u8(..6) {
@@ -169,7 +169,7 @@ fn domain(rng: &mut fastrand::Rng) -> Made {
     if rng.bool() {
         rng.shuffle(&mut parts);
     }
-    let mut text = one(
+    let mut text = choose(
         rng,
         &[
             "",
@@ -202,10 +202,10 @@ fn options(rng: &mut fastrand::Rng) -> Options {
             trust_domain: rng.bool().then(|| "web.1".into()),
             required: rng.bool(),
         },
-        socket_directory: one(rng, &["/run/virtio-tmem", "/srv/a,b & 'c'"]).into(),
+        socket_directory: choose(rng, &["/run/virtio-tmem", "/srv/a,b & 'c'"]).into(),
         emulator: rng
             .bool()
-            .then(|| one(rng, &["/opt/qemu", "/opt/q<a>"]).into()),
+            .then(|| choose(rng, &["/opt/qemu", "/opt/q<a>"]).into()),
         retain: rng.bool().then(|| rng.bool()),
     }
 }

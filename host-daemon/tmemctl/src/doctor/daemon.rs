@@ -48,8 +48,8 @@ pub fn findings(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm
     });
     let (vms, stats) = match asked {
         Ok(reply) => reply,
-        Err(Failure(why, _)) => {
-            let remedy = match why.contains("no permission") {
+        Err(Failure(why, code)) => {
+            let remedy = match code == Code::Denied {
                 true => format!(
                     "usermod -aG \"$(stat -c %G {})\" \"$USER\", and log in again",
                     reach.socket.display()
