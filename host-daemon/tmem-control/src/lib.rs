@@ -19,9 +19,9 @@ pub mod accounts;
 pub mod arcstats;
 pub mod log;
 pub mod size;
-pub mod statistics;
 
 pub use generated::*;
+pub use tmem_trace::statistics;
 
 /// Name of tmemd's control interface in varlink.
 pub const INTERFACE: &str = "io.virtiotmem.Control";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Converts the daemon's figures to metrics, as the table in tmem-control's statistics.rs says.
+//! Converts the daemon's figures to metrics, as the table in tmem-trace's statistics.rs says.
 //!
 //! Figures that depend on pages that VMs have in common are rounded to large steps. A reader of
 //! metrics who can also put pages must not learn from them which pages other VMs have. Out of

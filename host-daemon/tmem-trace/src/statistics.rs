@@ -4,7 +4,7 @@
 //!
 //! This table is the source. The exporter makes metrics of it, `tmemctl stats` prints its
 //! descriptions, and docs/statistics.md is generated from it (`TMEM_BLESS=1 cargo test -p
-//! tmem-control`). A test compares the table with the interface file, so that each figure has a
+//! tmem-trace`). A test compares the table with the interface file, so that each figure has a
 //! meaning.
 
 /// Type in the control interface that contains a figure.
@@ -310,7 +310,7 @@ mod tests {
     use super::*;
     use std::path::{Path, PathBuf};
 
-    const INTERFACE: &str = include_str!("io.virtiotmem.Control.varlink");
+    const INTERFACE: &str = include_str!("../../tmem-control/src/io.virtiotmem.Control.varlink");
     const SCOPES: [Scope; 4] = [Vm, Driver, Pool, Daemon];
 
     fn root() -> PathBuf {
