@@ -79,13 +79,13 @@ pub(crate) struct Store {
     hasher: PageHash,
     pub dedup: Dedup,
     /// Counter: blobs that the sweep (a periodic pass over all blobs) replaced by a zstd form.
-    pub denser_blobs: Sum,
+    pub recompressed_blobs: Sum,
     /// Counter, bytes: bytes that the sweep (a periodic pass over all blobs) saved by recompressing
     /// cold blobs with zstd.
-    pub denser_saved_bytes: Sum,
+    pub recompressed_saved_bytes: Sum,
     /// Gauge, bytes: difference between a blob's size at its first compression and its present
     /// size, summed over all blobs in the store.
-    pub dense_gain_bytes: Sum,
+    pub zstd_saved_bytes: Sum,
 }
 
 /// Copy of a page, which is stored raw (uncompressed).
@@ -201,9 +201,9 @@ impl Store {
             hash,
             hasher: PageHash::new(seed),
             dedup: Dedup::new(heap.handles_max())?,
-            denser_blobs: Sum::default(),
-            denser_saved_bytes: Sum::default(),
-            dense_gain_bytes: Sum::default(),
+            recompressed_blobs: Sum::default(),
+            recompressed_saved_bytes: Sum::default(),
+            zstd_saved_bytes: Sum::default(),
             heap,
         })
     }
@@ -281,7 +281,7 @@ impl Store {
         }
         self.unlist(blob);
         if state & DENSE != 0 {
-            self.dense_gain_bytes.sub(self.dense_gain(blob));
+            self.zstd_saved_bytes.sub(self.zstd_saved(blob));
         }
         true
     }
@@ -499,9 +499,9 @@ impl Store {
 
     /// Returns by how many bytes a blob is smaller than when it was first compressed. The caller
     /// holds a reference to the blob, or has just released the last one.
-    fn dense_gain(&self, blob: u32) -> u64 {
-        // A raw blob that is not finalized yet has 0 as the size at the first compression. Its gain
-        // is 0, because the subtraction saturates.
+    fn zstd_saved(&self, blob: u32) -> u64 {
+        // A raw blob that is not finalized yet has 0 as the size at the first compression. The
+        // result is 0, because the subtraction saturates.
         let first_bytes = self.first_bytes(blob);
         first_bytes.saturating_sub(self.heap.len(Handle(blob))) as u64
     }
@@ -540,9 +540,10 @@ impl Store {
                 && let Some(bytes) = denser.encode(page, buffer, len)
             {
                 if self.heap.replace(handle, bytes, frames_bytes_max) {
-                    self.denser_blobs.add(1);
-                    self.denser_saved_bytes.add((len - bytes.len()) as u64);
-                    self.dense_gain_bytes.add(self.dense_gain(blob));
+                    self.recompressed_blobs.add(1);
+                    self.recompressed_saved_bytes
+                        .add((len - bytes.len()) as u64);
+                    self.zstd_saved_bytes.add(self.zstd_saved(blob));
                 } else {
                     // The zstd form was not stored, because there was no memory for it or another
                     // thread was reading the blob. Remove the flag DENSE, so that a later sweep
@@ -648,10 +649,10 @@ impl Store {
             payload_sum,
             "the heap's sum of stored bytes differs from the sum of all blobs' lengths"
         );
-        let gain: u64 = refs.keys().map(|&blob| self.dense_gain(blob)).sum();
+        let saved_bytes: u64 = refs.keys().map(|&blob| self.zstd_saved(blob)).sum();
         assert_eq!(
-            gain,
-            self.dense_gain_bytes.get(),
+            saved_bytes,
+            self.zstd_saved_bytes.get(),
             "the sum of bytes saved by recompression differs from the recount over all blobs"
         );
         let mut listed = 0;

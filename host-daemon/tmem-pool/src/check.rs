@@ -90,7 +90,7 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
     let went = counters.replaced_pages
         + counters.evictions
         + counters.flushed_pages
-        + (counters.hits + counters.hash_mismatches - counters.retains);
+        + (counters.hits + counters.hash_mismatches - counters.retained_hits);
     assert_eq!(
         came - went,
         u64::from(state.index.gauges.pages),

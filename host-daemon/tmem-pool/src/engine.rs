@@ -321,11 +321,11 @@ impl Engine {
             tenants: membership.members.len() as u64,
             blobs: heap.blobs,
             reserved_bytes: membership.reserved_bytes(),
-            departed_tenants: membership.departed.len() as u64,
+            removed_tenants: membership.departed.len() as u64,
             moved_blobs: self.totals.moved_blobs.get(),
-            denser_blobs: self.store.denser_blobs.get(),
-            denser_saved_bytes: self.store.denser_saved_bytes.get(),
-            dense_gain_bytes: self.store.dense_gain_bytes.get(),
+            recompressed_blobs: self.store.recompressed_blobs.get(),
+            recompressed_saved_bytes: self.store.recompressed_saved_bytes.get(),
+            zstd_saved_bytes: self.store.zstd_saved_bytes.get(),
             ..EngineStats::default()
         };
         stats.held_bytes = stats.frames_bytes + stats.metadata_bytes;
@@ -336,7 +336,7 @@ impl Engine {
             let gauges = state.index.gauges;
             stats.pages += u64::from(gauges.pages);
             stats.same_filled_pages += u64::from(gauges.same_filled_pages);
-            stats.raw_pages += u64::from(gauges.raw_pages);
+            stats.nursery_pages += u64::from(gauges.nursery_pages);
             stats.retained_pages += u64::from(gauges.retained_pages);
             stats.compressed_bytes += gauges.stored_bytes;
             stats.charged_bytes += gauges.charged_bytes();

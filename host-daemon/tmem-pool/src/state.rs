@@ -168,13 +168,13 @@ impl State {
             puts,
             puts_refused,
             hits,
-            retains,
+            retained_hits,
             evictions,
             replaced_pages,
             hash_mismatches,
             ..
         } = self.counters;
-        let got = hits + hash_mismatches - retains;
+        let got = hits + hash_mismatches - retained_hits;
         let else_gone = puts_refused + got + evictions + replaced_pages;
         self.counters.flushed_pages = puts.saturating_sub(else_gone);
     }
@@ -214,7 +214,7 @@ impl State {
             original_bytes: u64::from(gauges.pages) * PAGE_SIZE as u64,
             compressed_bytes: gauges.stored_bytes,
             same_filled_pages: gauges.same_filled_pages.into(),
-            raw_pages: gauges.raw_pages.into(),
+            nursery_pages: gauges.nursery_pages.into(),
             shared_pages: gauges.shared_pages.into(),
             retained_pages: gauges.retained_pages.into(),
             puts: counters.puts,
@@ -225,13 +225,14 @@ impl State {
             flushed_pages: counters.flushed_pages,
             hash_mismatches: counters.hash_mismatches,
             evictions_limit: counters.evictions_limit,
+            evictions_pool: counters.evictions_pool,
             replaced_pages: counters.replaced_pages,
             cookie_mismatches: counters.cookie_mismatches,
             evictions_shrink: counters.evictions_shrink,
             evictions_retained: counters.evictions_retained,
-            retains: counters.retains,
+            retained_hits: counters.retained_hits,
             refs: counters.refs,
-            refs_held: counters.refs_held,
+            refs_gone: counters.refs_gone,
             refused_nursery: counters.refused_nursery,
             refused_pool: counters.refused_pool,
             refused_limit: counters.refused_limit,
@@ -244,7 +245,7 @@ impl State {
             loss_hits: estimates.loss_hits,
             loss_hits_seen: estimates.loss_hits_seen,
             gain_steps: self.estimator.passed(),
-            raw_pages_max: self.raw_max.into(),
+            nursery_pages_max: self.raw_max.into(),
             detached_pages: self.index.detached.pages.into(),
             pools: self.index.nr_pools() as u64,
             ..TenantStats::default()
@@ -517,7 +518,7 @@ impl State {
                     get.retain >> done & 1 != 0 && self.may_retain() && contents.share(content);
                 if retained {
                     self.retain(id, key_hash);
-                    self.counters.retains += 1;
+                    self.counters.retained_hits += 1;
                 } else {
                     self.remove_as(id, Leave::Got, key_hash);
                 }
@@ -608,13 +609,14 @@ impl State {
             // still have the page.
             let room_pages = self.room_pages();
             self.estimator.put(key, key_hash, room_pages);
+            self.counters.refs_gone += 1;
             return false;
         }
         if self.index.entries[id].cookie != cookie {
+            self.counters.refs_gone += 1;
             return false;
         }
         self.end_retention(id, key, key_hash);
-        self.counters.refs_held += 1;
         true
     }
 
@@ -672,7 +674,10 @@ impl State {
         let evicted_pages = evicted as u64;
         match reason {
             Reason::Flush => counters.flushed_pages += evicted_pages,
-            Reason::Pool => counters.evictions += evicted_pages,
+            Reason::Pool => {
+                counters.evictions += evicted_pages;
+                counters.evictions_pool += evicted_pages;
+            }
             Reason::Limit => {
                 counters.evictions += evicted_pages;
                 counters.evictions_limit += evicted_pages;
@@ -798,7 +803,7 @@ impl State {
 
     /// Returns how many more raw pages (not finalized yet) the tenant may have.
     pub(crate) fn raw_room(&self) -> usize {
-        let raw = self.index.gauges.raw_pages + self.index.detached.raw_pages;
+        let raw = self.index.gauges.nursery_pages + self.index.detached.nursery_pages;
         let queue = RAW_QUEUE_PART * self.raw_max as usize;
         let room = self.raw_max.saturating_sub(raw) as usize;
         room.min(queue.saturating_sub(self.raw.len()))

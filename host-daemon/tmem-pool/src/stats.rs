@@ -24,9 +24,9 @@ pub struct TenantStats {
     /// Gauge, pages: the tenant's same-filled pages. Such a page repeats one 4-byte value, and only
     /// the value is stored.
     pub same_filled_pages: u64,
-    /// Gauge, pages: the tenant's raw pages. They are stored uncompressed until they are finalized
-    /// (deduplicated and compressed).
-    pub raw_pages: u64,
+    /// Gauge, pages: the tenant's pages in the nursery: stored uncompressed, and not finalized
+    /// (deduplicated and compressed) yet.
+    pub nursery_pages: u64,
     /// Gauge, pages: the tenant's pages that were equal to an already stored page when they were
     /// finalized. That page may have been removed in the meantime.
     pub shared_pages: u64,
@@ -43,12 +43,12 @@ pub struct TenantStats {
     /// Counter, pages: pages that were returned by get requests.
     pub hits: u64,
     /// Counter, pages: the part of `hits` whose page stayed in the pool as a retained page.
-    pub retains: u64,
+    pub retained_hits: u64,
     /// Counter, pages: pages of reference requests (REF). The guest sends a reference instead of a
     /// copy when it evicts a retained page unchanged.
     pub refs: u64,
-    /// Counter, pages: the part of `refs` whose page was still in the pool.
-    pub refs_held: u64,
+    /// Counter, pages: the part of `refs` whose page the pool no longer had.
+    pub refs_gone: u64,
     /// Counter, pages: pages that were evicted, for any reason. Pages that an operator drops do not
     /// count.
     pub evictions: u64,
@@ -61,6 +61,8 @@ pub struct TenantStats {
     /// Counter, pages: the part of `evictions` that happened because the tenant reached its own
     /// limit.
     pub evictions_limit: u64,
+    /// Counter, pages: the part of `evictions` that happened because the pool was full or nearly full.
+    pub evictions_pool: u64,
     /// Counter, pages: the part of `evictions` that happened because the pool was shrunk and
     /// exceeded its new size.
     pub evictions_shrink: u64,
@@ -107,9 +109,9 @@ pub struct TenantStats {
     /// Counter, keys: number of times that a request visited a sampled key for the
     /// estimates `gain_hits` and `loss_hits`. It measures work, for callers that bound their work.
     pub gain_steps: u64,
-    /// Gauge, pages: largest number of raw pages (not finalized yet) that the tenant may have.
-    /// Further puts are refused.
-    pub raw_pages_max: u64,
+    /// Gauge, pages: largest number of pages that the tenant may have in the nursery. Further puts
+    /// are refused.
+    pub nursery_pages_max: u64,
     /// Gauge, pages: detached pages. They were dropped with their object or pool, and their memory
     /// is not freed yet.
     pub detached_pages: u64,
@@ -152,9 +154,9 @@ pub struct EngineStats {
     /// Gauge, pages: same-filled pages. Such a page repeats one 4-byte value, and only the value is
     /// stored.
     pub same_filled_pages: u64,
-    /// Gauge, pages: raw pages. They are stored uncompressed until they are finalized (deduplicated
-    /// and compressed).
-    pub raw_pages: u64,
+    /// Gauge, pages: pages in the nursery: stored uncompressed, and not finalized (deduplicated and
+    /// compressed) yet.
+    pub nursery_pages: u64,
     /// Gauge, pages: retained pages, a part of `pages`. A get returned such a page and left it in
     /// the pool, and the guest has not sent a reference (REF) to it since.
     pub retained_pages: u64,
@@ -177,7 +179,7 @@ pub struct EngineStats {
     /// tenants.
     pub detached_pages: u64,
     /// Gauge, tenants: tenants that were removed and whose pages are not all freed yet.
-    pub departed_tenants: u64,
+    pub removed_tenants: u64,
     /// Counter, pages: pages in put requests, whether they were stored or refused.
     pub puts: u64,
     /// Counter, pages: pages in put requests that were refused, for any reason.
@@ -187,12 +189,12 @@ pub struct EngineStats {
     /// Counter, pages: pages that were returned by get requests.
     pub hits: u64,
     /// Counter, pages: the part of `hits` whose page stayed in the pool as a retained page.
-    pub retains: u64,
+    pub retained_hits: u64,
     /// Counter, pages: pages of reference requests (REF). A guest sends a reference instead of a
     /// copy when it evicts a retained page unchanged.
     pub refs: u64,
-    /// Counter, pages: the part of `refs` whose page was still in the pool.
-    pub refs_held: u64,
+    /// Counter, pages: the part of `refs` whose page the pool no longer had.
+    pub refs_gone: u64,
     /// Counter, pages: pages dropped by a flush, at the end of their pool, by a clear of the tenant,
     /// by an operator, or because the caller could not keep the page of a reference (`drop_refs`).
     pub flushed_pages: u64,
@@ -205,6 +207,8 @@ pub struct EngineStats {
     /// Counter, pages: the part of `evictions` that happened because a tenant reached its own
     /// limit.
     pub evictions_limit: u64,
+    /// Counter, pages: the part of `evictions` that happened because the pool was full or nearly full.
+    pub evictions_pool: u64,
     /// Counter, pages: the part of `evictions` that happened because the pool was shrunk and
     /// exceeded its new size.
     pub evictions_shrink: u64,
@@ -212,12 +216,12 @@ pub struct EngineStats {
     /// could go back to the system.
     pub moved_blobs: u64,
     /// Counter, blobs: stored copies that were compressed again with zstd because they were cold.
-    pub denser_blobs: u64,
+    pub recompressed_blobs: u64,
     /// Counter, bytes: bytes that were saved by compressing cold stored copies again with zstd.
-    pub denser_saved_bytes: u64,
+    pub recompressed_saved_bytes: u64,
     /// Gauge, bytes: difference between the first compressed size and the present size, summed over
     /// all present stored copies.
-    pub dense_gain_bytes: u64,
+    pub zstd_saved_bytes: u64,
 }
 
 /// Counters of one tenant, which the tenant's lock guards.
@@ -227,11 +231,12 @@ pub(crate) struct Counters {
     pub puts_refused: u64,
     pub gets: u64,
     pub hits: u64,
-    pub retains: u64,
+    pub retained_hits: u64,
     pub refs: u64,
-    pub refs_held: u64,
+    pub refs_gone: u64,
     pub evictions: u64,
     pub evictions_limit: u64,
+    pub evictions_pool: u64,
     pub evictions_retained: u64,
     pub flushed_pages: u64,
     pub replaced_pages: u64,
@@ -262,14 +267,15 @@ impl EngineStats {
         self.puts_refused += counters.puts_refused;
         self.gets += counters.gets;
         self.hits += counters.hits;
-        self.retains += counters.retains;
+        self.retained_hits += counters.retained_hits;
         self.refs += counters.refs;
-        self.refs_held += counters.refs_held;
+        self.refs_gone += counters.refs_gone;
         self.evictions_retained += counters.evictions_retained;
         self.evictions += counters.evictions;
         self.flushed_pages += counters.flushed_pages;
         self.hash_mismatches += counters.hash_mismatches;
         self.evictions_limit += counters.evictions_limit;
+        self.evictions_pool += counters.evictions_pool;
         self.evictions_shrink += counters.evictions_shrink;
     }
 }
@@ -281,11 +287,12 @@ impl Counters {
         self.puts_refused += other.puts_refused;
         self.gets += other.gets;
         self.hits += other.hits;
-        self.retains += other.retains;
+        self.retained_hits += other.retained_hits;
         self.refs += other.refs;
-        self.refs_held += other.refs_held;
+        self.refs_gone += other.refs_gone;
         self.evictions += other.evictions;
         self.evictions_limit += other.evictions_limit;
+        self.evictions_pool += other.evictions_pool;
         self.evictions_retained += other.evictions_retained;
         self.flushed_pages += other.flushed_pages;
         self.replaced_pages += other.replaced_pages;

@@ -68,10 +68,14 @@ fn a_get_removes_the_page_that_it_returns() {
     for (index, page) in pages().iter().enumerate() {
         assert_eq!(put(&tenant, index as u64, 100, page), PutResult::Stored);
     }
-    assert_eq!(tenant.stats().raw_pages, 3);
+    assert_eq!(tenant.stats().nursery_pages, 3);
     while engine.maintain(Time(0), 64) {}
     let stats = tenant.stats();
-    let forms = (stats.raw_pages, stats.same_filled_pages, stats.shared_pages);
+    let forms = (
+        stats.nursery_pages,
+        stats.same_filled_pages,
+        stats.shared_pages,
+    );
     assert_eq!((stats.pages, forms), (3, (0, 1, 0)));
     assert_eq!(engine.stats().blobs, 2);
     for (index, page) in pages().iter().enumerate() {

@@ -42,7 +42,10 @@ fn each_finalized_page_is_counted_under_exactly_one_form() {
     for (index, page) in [[0; PAGE_SIZE], half, half, noise(2)].iter().enumerate() {
         assert_eq!(put(&a, index as u64, page), PutResult::Stored);
     }
-    assert_eq!((a.stats().raw_pages, a.stats().raw_pages_max), (4, 256));
+    assert_eq!(
+        (a.stats().nursery_pages, a.stats().nursery_pages_max),
+        (4, 256)
+    );
     while engine.maintain(Time(0), 64) {}
     let stats = a.stats();
     let finalized = [
@@ -51,7 +54,7 @@ fn each_finalized_page_is_counted_under_exactly_one_form() {
         stats.finalized_compressed,
         stats.finalized_raw,
     ];
-    assert_eq!((finalized, stats.raw_pages), ([1, 1, 1, 1], 0));
+    assert_eq!((finalized, stats.nursery_pages), ([1, 1, 1, 1], 0));
 }
 
 /// Watches the statistics whenever maintain_reporting() reports the kind of its next work. The
@@ -66,7 +69,7 @@ fn maintain_reports_the_kind_of_its_work() {
         let (all, own) = (engine.stats(), a.stats());
         match work {
             Work::Finalize => own.finalized_compressed + own.finalized_raw,
-            Work::Recompress => all.denser_blobs,
+            Work::Recompress => all.recompressed_blobs,
             Work::Reclaim => all.moved_blobs + own.flushed_pages - all.detached_pages,
         }
     };
@@ -112,7 +115,7 @@ fn maintain_reports_the_kind_of_its_work() {
 fn each_refused_put_is_counted_with_its_reason() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
-    let max = a.stats().raw_pages_max;
+    let max = a.stats().nursery_pages_max;
     for index in 0..max + 3 {
         put(&a, index, &noise(index));
     }

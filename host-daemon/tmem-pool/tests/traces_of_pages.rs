@@ -148,7 +148,7 @@ fn zstd_leaves_no_copies_of_page_bytes_in_memory() {
     );
     maintain(&engine);
     assert_eq!(
-        engine.stats().denser_blobs,
+        engine.stats().recompressed_blobs,
         PAGES as u64,
         "background work did not recompress all cold pages"
     );

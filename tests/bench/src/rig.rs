@@ -49,10 +49,10 @@ impl Rig {
         self.until(NOW);
     }
 
-    /// Does background work in calls of at most `budget` pages until at most `raw_pages` pages are
-    /// raw.
-    pub fn maintain_until(&self, raw_pages: usize, budget: usize) {
-        while self.engine.stats().raw_pages > raw_pages as u64 {
+    /// Does background work in calls of at most `budget` pages until the nursery has at most
+    /// `nursery_pages` pages.
+    pub fn maintain_until(&self, nursery_pages: usize, budget: usize) {
+        while self.engine.stats().nursery_pages > nursery_pages as u64 {
             self.engine.maintain(NOW, budget);
         }
     }

@@ -121,7 +121,7 @@ impl Entry {
         Gauges {
             pages: 1,
             same_filled_pages: kind(KIND_SAME),
-            raw_pages: kind(KIND_RAW),
+            nursery_pages: kind(KIND_RAW),
             shared_pages: kind(KIND_SHARED),
             retained_pages: self.is_retained().into(),
             stored_bytes: (self.bits & STORED).into(),
@@ -138,7 +138,7 @@ pub(crate) struct Gauges {
     pub pages: u32,
     pub same_filled_pages: u32,
     /// Pages that are stored uncompressed and wait to be finalized (pages in the nursery).
-    pub raw_pages: u32,
+    pub nursery_pages: u32,
     pub shared_pages: u32,
     pub retained_pages: u32,
     pub stored_bytes: u64,
@@ -148,7 +148,7 @@ impl Gauges {
     pub(crate) fn add(&mut self, other: Gauges) {
         self.pages += other.pages;
         self.same_filled_pages += other.same_filled_pages;
-        self.raw_pages += other.raw_pages;
+        self.nursery_pages += other.nursery_pages;
         self.shared_pages += other.shared_pages;
         self.retained_pages += other.retained_pages;
         self.stored_bytes += other.stored_bytes;
@@ -157,7 +157,7 @@ impl Gauges {
     pub(crate) fn sub(&mut self, other: Gauges) {
         self.pages -= other.pages;
         self.same_filled_pages -= other.same_filled_pages;
-        self.raw_pages -= other.raw_pages;
+        self.nursery_pages -= other.nursery_pages;
         self.shared_pages -= other.shared_pages;
         self.retained_pages -= other.retained_pages;
         self.stored_bytes -= other.stored_bytes;

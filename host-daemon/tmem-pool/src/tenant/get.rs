@@ -211,7 +211,7 @@ impl Tenant {
         // If another thread has removed the page in the meantime, that thread has already counted
         // the removal.
         if let Some(content) = state.drop_ref(pool, page) {
-            state.counters.retains -= 1;
+            state.counters.retained_hits -= 1;
             drop(state);
             self.0.engine.store.release_content(content);
         }

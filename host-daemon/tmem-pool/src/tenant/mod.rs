@@ -198,6 +198,7 @@ impl Tenant {
                 freed.extend(state.drop_ref(pool, page));
             }
             state.counters.refs += refs.len() as u64;
+            state.counters.refs_gone += refs.len() as u64;
             state.counters.flushed_pages += freed.len() as u64;
             drop(state);
             cost_ns += freed.iter().map(drop_ns).sum::<u64>();

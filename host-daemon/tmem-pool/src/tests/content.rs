@@ -473,7 +473,7 @@ fn put_window(engine: &Engine, tenant: &Tenant) {
         while engine.maintain(Time(sweeps * SWEEP_NS * 2), 64) {}
     }
     let dense = indices_of(&[Kind::Dense]).count() as u64;
-    assert_eq!(engine.stats().denser_blobs, dense);
+    assert_eq!(engine.stats().recompressed_blobs, dense);
     let final_kinds = &[
         Kind::OtherCookie,
         Kind::SameFilled,
@@ -491,7 +491,11 @@ fn put_window(engine: &Engine, tenant: &Tenant) {
     }
     let stats = tenant.stats();
     assert_eq!(
-        (stats.same_filled_pages, stats.shared_pages, stats.raw_pages),
+        (
+            stats.same_filled_pages,
+            stats.shared_pages,
+            stats.nursery_pages
+        ),
         (8, 7, 8),
         "the 64 pages of the test do not include each kind of page"
     );
@@ -809,10 +813,13 @@ fn cold_pages_are_recompressed_smaller() {
     // sharing.
     let stats_cold = engine.stats();
     assert_eq!(
-        stats_cold.payload_bytes + stats_cold.dense_gain_bytes,
+        stats_cold.payload_bytes + stats_cold.zstd_saved_bytes,
         before
     );
-    assert_eq!(stats_cold.dense_gain_bytes, stats_cold.denser_saved_bytes);
+    assert_eq!(
+        stats_cold.zstd_saved_bytes,
+        stats_cold.recompressed_saved_bytes
+    );
     // The charge of a page is its first compressed size. Recompression does not change the charge,
     // not even that of an equal page that is put afterwards.
     assert_eq!(tenant.stats().charged_bytes, charged);
@@ -830,12 +837,15 @@ fn cold_pages_are_recompressed_smaller() {
         );
     }
     engine.check_invariants();
-    assert_eq!(engine.stats().dense_gain_bytes, stats_cold.dense_gain_bytes);
+    assert_eq!(engine.stats().zstd_saved_bytes, stats_cold.zstd_saved_bytes);
     tenant.clear();
     while engine.maintain(Time(SWEEP_NS * 9), 64) {}
     let stats = engine.stats();
-    assert_eq!((stats.blobs, stats.dense_gain_bytes), (0, 0));
-    assert_eq!(stats.denser_saved_bytes, stats_cold.denser_saved_bytes);
+    assert_eq!((stats.blobs, stats.zstd_saved_bytes), (0, 0));
+    assert_eq!(
+        stats.recompressed_saved_bytes,
+        stats_cold.recompressed_saved_bytes
+    );
     engine.check_invariants();
 }
 
@@ -851,7 +861,7 @@ fn cold_pages_missing_from_the_dedup_table_are_recompressed() {
     for half in 1..=4 {
         while engine.maintain(Time(SWEEP_NS * half / 2), 64) {}
     }
-    assert_eq!(engine.stats().denser_blobs, 10);
+    assert_eq!(engine.stats().recompressed_blobs, 10);
     for index in 0..10 {
         assert!(get(&tenant, 1, index, 1) == Some(text(index)));
     }
@@ -875,12 +885,12 @@ fn cold_pages_are_recompressed_under_constant_load() {
         }
         // The budget of 8 pages suffices for only half of the 16 new pages.
         assert!(engine.maintain(Time(3 * SWEEP_NS / STEPS * step), 8));
-        assert!(tenant.stats().raw_pages > 0);
+        assert!(tenant.stats().nursery_pages > 0);
     }
     assert!(
-        engine.stats().denser_blobs > 50,
+        engine.stats().recompressed_blobs > 50,
         "the sweep recompressed only {} of 100 cold pages in the time of three sweeps",
-        engine.stats().denser_blobs
+        engine.stats().recompressed_blobs
     );
     engine.check_invariants();
 }

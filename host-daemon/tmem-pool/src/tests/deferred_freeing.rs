@@ -62,7 +62,7 @@ fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) ->
             Some(noise(1)),
             "freeing detached pages removed a page that was put later"
         ),
-        None => assert_eq!(engine.stats().departed_tenants, 0),
+        None => assert_eq!(engine.stats().removed_tenants, 0),
     }
     let stats = engine.stats();
     assert_eq!((stats.payload_bytes, stats.blobs, stats.pages), (0, 0, 0));
@@ -103,7 +103,7 @@ fn a_departed_tenant_is_detached_at_once_and_freed_later() {
     is_freed_later(&engine, add(&engine, "a", None, OPEN), |tenant| {
         drop(tenant);
         assert_eq!(
-            (engine.stats().tenants, engine.stats().departed_tenants),
+            (engine.stats().tenants, engine.stats().removed_tenants),
             (0, 1)
         );
         None

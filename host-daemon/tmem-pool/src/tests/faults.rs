@@ -67,7 +67,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
     drop(broken);
     while engine.maintain(Time(0), 64) {}
     assert_eq!(
-        (engine.stats().tenants, engine.stats().departed_tenants),
+        (engine.stats().tenants, engine.stats().removed_tenants),
         (1, 0)
     );
 }

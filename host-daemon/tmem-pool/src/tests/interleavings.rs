@@ -377,7 +377,7 @@ fn a_get_completes_as_its_tenant_departs() {
         while engine.maintain(Time(0), 64) {}
         let stats = engine.stats();
         assert_eq!(
-            (stats.tenants, stats.departed_tenants, stats.blobs),
+            (stats.tenants, stats.removed_tenants, stats.blobs),
             (0, 0, 0)
         );
         engine.check_invariants();
@@ -467,7 +467,7 @@ fn a_departing_tenant_is_kept_until_its_pages_are_freed() {
             while engine.maintain(Time(0), 64) {}
             let stats = engine.stats();
             assert_eq!(
-                (stats.tenants, stats.departed_tenants, stats.blobs),
+                (stats.tenants, stats.removed_tenants, stats.blobs),
                 (0, 0, 0)
             );
         }

@@ -225,11 +225,11 @@ fn other_background_work_progresses_during_continuous_puts() {
         engine.maintain(Time(0), 32);
     }
     assert!(
-        stays.stats().raw_pages > 0,
+        stays.stats().nursery_pages > 0,
         "the test is too weak: no raw page waits to be finalized after the last put"
     );
     let stats = engine.stats();
-    assert_eq!((stats.detached_pages, stats.departed_tenants), (0, 0));
+    assert_eq!((stats.detached_pages, stats.removed_tenants), (0, 0));
     assert!(shrinks.stats().charged_bytes <= 32 * NOISE_CHARGE);
 }
 
@@ -471,13 +471,13 @@ fn background_work_frees_memory_as_fast_as_puts_take_it() {
         // Finalize pages, up to eight in each call, but leave about 32 raw pages, so that some
         // pages always wait to be finalized.
         for _ in 0..8 {
-            if tenant.stats().raw_pages > 32 {
+            if tenant.stats().nursery_pages > 32 {
                 engine.maintain(Time(0), 8);
             }
         }
     }
     assert!(
-        tenant.stats().raw_pages > 0 && tenant.stats().evictions > before + 1600,
+        tenant.stats().nursery_pages > 0 && tenant.stats().evictions > before + 1600,
         "the test is too weak: no raw page is left, or too few pages were evicted: {:?}",
         tenant.stats()
     );
@@ -1000,10 +1000,10 @@ fn stale_raw_queue_entries_do_not_delay_pages_of_other_tenants() {
             "the queue of raw pages of tenant a has no stale entry"
         );
         (0..8).for_each(|index| put_raw(&b, index, &noise(100 + 8 * turn + index)));
-        assert_eq!(b.stats().raw_pages, 8);
+        assert_eq!(b.stats().nursery_pages, 8);
         engine.maintain(Time(0), 1024);
         assert_eq!(
-            b.stats().raw_pages,
+            b.stats().nursery_pages,
             0,
             "tenant b still has raw pages in repetition {turn}"
         );

@@ -193,7 +193,7 @@ impl World {
                     "maintain() with a budget of {budget} pages evicted {evicted} and freed {freed} pages, more than {most}"
                 );
                 if !more {
-                    assert_eq!(after.detached_pages + after.departed_tenants, 0);
+                    assert_eq!(after.detached_pages + after.removed_tenants, 0);
                     assert!(
                         after.held_bytes <= after.size_bytes || after.pages == 0,
                         "maintain() ended while the pool was above its size: {after:?}"

@@ -211,8 +211,8 @@ fn a_departed_tenant_is_kept_while_it_has_pages() {
     drop(tenant);
     engine.remove_departed(&departed);
     let stats = engine.stats();
-    assert_eq!((stats.departed_tenants, stats.blobs), (1, 1));
+    assert_eq!((stats.removed_tenants, stats.blobs), (1, 1));
     maintain_all(&engine);
     let stats = engine.stats();
-    assert_eq!((stats.departed_tenants, stats.blobs), (0, 0));
+    assert_eq!((stats.removed_tenants, stats.blobs), (0, 0));
 }

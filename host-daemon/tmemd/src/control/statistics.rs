@@ -48,8 +48,7 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
     // Puts that are refused because the VM is frozen never reach the engine. They are added to the
     // engine's count of refused puts.
     let refused_frozen = counters.refused_frozen.load(Ordering::Relaxed);
-    let kept_elsewhere = stats.raw_pages + stats.same_filled_pages + stats.shared_pages;
-    let own_evictions = stats.evictions_limit + stats.evictions_shrink;
+    let kept_elsewhere = stats.nursery_pages + stats.same_filled_pages + stats.shared_pages;
     let ints = |numbers: [u64; 3]| numbers.into_iter().map(int).collect();
     api::VmStats {
         name: vm.name().to_string(),
@@ -74,8 +73,8 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         original_bytes: int(stats.original_bytes),
         compressed_bytes: int(stats.compressed_bytes),
         saved_bytes: int(stats.original_bytes) - int(stats.charged_bytes),
-        nursery_pages: int(stats.raw_pages),
-        nursery_pages_max: int(stats.raw_pages_max),
+        nursery_pages: int(stats.nursery_pages),
+        nursery_pages_max: int(stats.nursery_pages_max),
         same_filled_pages: int(stats.same_filled_pages),
         shared_pages: int(stats.shared_pages),
         stored_pages: int(stats.pages.saturating_sub(kept_elsewhere)),
@@ -94,15 +93,15 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         finalized_raw: int(stats.finalized_raw),
         gets: int(stats.gets),
         hits: int(stats.hits),
-        retained_hits: int(stats.retains),
+        retained_hits: int(stats.retained_hits),
         refs: int(stats.refs),
-        refs_gone: int(stats.refs.saturating_sub(stats.refs_held)),
+        refs_gone: int(stats.refs_gone),
         misses: int(stats.gets.saturating_sub(stats.hits)),
         cookie_mismatches: int(stats.cookie_mismatches),
         disk_read_avoided_bytes: int(stats.hits.saturating_mul(PAGE_SIZE as u64)),
         evictions: int(stats.evictions),
         evictions_limit: int(stats.evictions_limit),
-        evictions_pool: int(stats.evictions.saturating_sub(own_evictions)),
+        evictions_pool: int(stats.evictions_pool),
         evictions_shrink: int(stats.evictions_shrink),
         evictions_retained: int(stats.evictions_retained),
         flushed_pages: int(stats.flushed_pages),
@@ -193,7 +192,7 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
 /// compressed, as in `compressed_bytes`. Later compression saves more bytes, but they are no effect
 /// of deduplication.
 fn dedup_saved_bytes(stats: &tmem_pool::EngineStats) -> u64 {
-    let first_bytes = stats.payload_bytes + stats.dense_gain_bytes;
+    let first_bytes = stats.payload_bytes + stats.zstd_saved_bytes;
     stats.compressed_bytes.saturating_sub(first_bytes)
 }
 
@@ -226,28 +225,26 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
         compressed_bytes: int(stats.compressed_bytes),
         saved_bytes: int(stats.original_bytes) - int(stats.held_bytes),
         dedup_saved_bytes: int(dedup_saved_bytes(stats)),
-        nursery_pages: int(stats.raw_pages),
+        nursery_pages: int(stats.nursery_pages),
         same_filled_pages: int(stats.same_filled_pages),
         shared_pages: int(stats.shared_pages),
         retained_pages: int(stats.retained_pages),
         detached_pages: int(stats.detached_pages),
         blobs: int(stats.blobs),
         moved_blobs: int(stats.moved_blobs),
-        recompressed_blobs: int(stats.denser_blobs),
-        recompressed_saved_bytes: int(stats.denser_saved_bytes),
-        zstd_saved_bytes: int(stats.dense_gain_bytes),
+        recompressed_blobs: int(stats.recompressed_blobs),
+        recompressed_saved_bytes: int(stats.recompressed_saved_bytes),
+        zstd_saved_bytes: int(stats.zstd_saved_bytes),
         puts: int(stats.puts),
         puts_refused: int(stats.puts_refused),
         gets: int(stats.gets),
         hits: int(stats.hits),
-        retained_hits: int(stats.retains),
+        retained_hits: int(stats.retained_hits),
         refs: int(stats.refs),
-        refs_gone: int(stats.refs.saturating_sub(stats.refs_held)),
+        refs_gone: int(stats.refs_gone),
         evictions: int(stats.evictions),
         evictions_limit: int(stats.evictions_limit),
-        evictions_pool: int(stats
-            .evictions
-            .saturating_sub(stats.evictions_limit + stats.evictions_shrink)),
+        evictions_pool: int(stats.evictions_pool),
         evictions_shrink: int(stats.evictions_shrink),
         evictions_retained: int(stats.evictions_retained),
         flushed_pages: int(stats.flushed_pages),
@@ -333,7 +330,7 @@ mod tests {
         let mut stats = tmem_pool::EngineStats::default();
         stats.compressed_bytes = 100;
         stats.payload_bytes = 70;
-        stats.dense_gain_bytes = 30;
+        stats.zstd_saved_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 0);
         stats.payload_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 40);

@@ -178,8 +178,8 @@ impl Replay {
             sum.gets += stats.gets;
             sum.hits += stats.hits;
             sum.puts += stats.puts;
-            sum.refs_held += stats.refs_held;
-            sum.refs_gone += stats.refs - stats.refs_held;
+            sum.refs_held += stats.refs - stats.refs_gone;
+            sum.refs_gone += stats.refs_gone;
             sum.evictions += stats.evictions;
             for (sum, hits) in sum.gain_hits.iter_mut().zip(stats.gain_hits) {
                 *sum += hits;

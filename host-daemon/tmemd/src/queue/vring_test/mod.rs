@@ -344,8 +344,8 @@ impl Guest {
             let now = tmem_pool::Time(sweep * 3_600_000_000_000);
             while self.engine.maintain(now, 64) {}
         }
-        let dense = self.engine.stats().denser_blobs;
-        assert_eq!(dense, count, "not all pages are stored in zstd form");
+        let recompressed = self.engine.stats().recompressed_blobs;
+        assert_eq!(recompressed, count, "not all pages are stored in zstd form");
         pages
     }
 

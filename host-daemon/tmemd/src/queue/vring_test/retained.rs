@@ -143,9 +143,9 @@ fn refs_that_are_not_executed_drop_their_pages() {
         );
         let stats = guest.link.vm.tenant.stats();
         assert_eq!(
-            (stats.refs, stats.refs_held),
-            (2, 0),
-            "{cause}: the counters do not show two REFs of which none is held"
+            (stats.refs, stats.refs_gone),
+            (2, 2),
+            "{cause}: the counters do not show two REFs whose pages were gone"
         );
     }
 }

@@ -54,7 +54,7 @@ fn get_64_pages_without_allocation(retain: u64) {
     guest.put(48, 8);
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
     let stats = guest.link.vm.tenant.stats();
-    assert_eq!((stats.raw_pages, stats.same_filled_pages), (8, 24));
+    assert_eq!((stats.nursery_pages, stats.same_filled_pages), (8, 24));
     let answer = guest.get_retaining(0, 64, retain);
     let before = ALLOCATIONS.get();
     let end = guest.run_slice();
