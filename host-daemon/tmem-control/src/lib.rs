@@ -19,6 +19,8 @@ pub mod accounts;
 pub mod arcstats;
 pub mod log;
 pub mod size;
+#[cfg(test)]
+mod statistics_test;
 
 pub use generated::*;
 pub use tmem_trace::statistics;

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 use tmem_control::GetStats_Reply;
-use tmem_control::statistics::{Export, Kind, STATISTICS, Scope, Statistic};
+use tmem_control::statistics::{Export, Kind, Scope, Statistic};
 
 /// Divisor for the step to which figures are rounded. The step is the size of the pool divided by
 /// this number, but at least [`STEP_BYTES_MIN`].
@@ -292,7 +292,7 @@ impl Scrape {
 /// Creates a metric family without samples. If several figures form one metric, they get a common
 /// help text. `total` says that the family has their total only.
 fn family(name: &str, row: &Statistic, total: bool) -> Family {
-    let figures = STATISTICS.iter().filter(|other| other.metric().0 == name);
+    let figures = Statistic::all().filter(|other| other.metric().0 == name);
     let help = match (row.metric().1, figures.count()) {
         (Some((key, _)), 2..) if total => {
             format!("total of the figures that docs/statistics.md lists by {key}")

@@ -25,6 +25,7 @@ use crate::hash::{HashFn, PageHash, check_bits, place_bits, slot_tag};
 use crate::heap::{self, Handle, Heap, Zeroed};
 use crate::index::entry::Content;
 use crate::request::PageSource;
+use crate::stats::PoolCounters;
 use crate::sync::AtomicU32;
 use crate::totals::Sum;
 use std::io;
@@ -78,11 +79,8 @@ pub(crate) struct Store {
     hash: HashFn,
     hasher: PageHash,
     pub dedup: Dedup,
-    /// Counter: blobs that the sweep (a periodic pass over all blobs) replaced by a zstd form.
-    pub recompressed_blobs: Sum,
-    /// Counter, bytes: bytes that the sweep (a periodic pass over all blobs) saved by recompressing
-    /// cold blobs with zstd.
-    pub recompressed_saved_bytes: Sum,
+    /// Counters of the whole pool. The sweep, a periodic pass over all blobs, recompresses blobs.
+    pub counters: PoolCounters,
     /// Gauge, bytes: difference between a blob's size at its first compression and its present
     /// size, summed over all blobs in the store.
     pub zstd_saved_bytes: Sum,
@@ -201,8 +199,7 @@ impl Store {
             hash,
             hasher: PageHash::new(seed),
             dedup: Dedup::new(heap.handles_max())?,
-            recompressed_blobs: Sum::default(),
-            recompressed_saved_bytes: Sum::default(),
+            counters: PoolCounters::default(),
             zstd_saved_bytes: Sum::default(),
             heap,
         })
@@ -540,8 +537,9 @@ impl Store {
                 && let Some(bytes) = denser.encode(page, buffer, len)
             {
                 if self.heap.replace(handle, bytes, frames_bytes_max) {
-                    self.recompressed_blobs.add(1);
-                    self.recompressed_saved_bytes
+                    self.counters.recompressed_blobs.add(1);
+                    self.counters
+                        .recompressed_saved_bytes
                         .add((len - bytes.len()) as u64);
                     self.zstd_saved_bytes.add(self.zstd_saved(blob));
                 } else {

@@ -322,11 +322,8 @@ impl Engine {
             blobs: heap.blobs,
             reserved_bytes: membership.reserved_bytes(),
             removed_tenants: membership.departed.len() as u64,
-            moved_blobs: self.totals.moved_blobs.get(),
-            recompressed_blobs: self.store.recompressed_blobs.get(),
-            recompressed_saved_bytes: self.store.recompressed_saved_bytes.get(),
             zstd_saved_bytes: self.store.zstd_saved_bytes.get(),
-            ..EngineStats::default()
+            ..EngineStats::from(&self.store.counters)
         };
         stats.held_bytes = stats.frames_bytes + stats.metadata_bytes;
         stats.add_counters(membership.departed_counters);

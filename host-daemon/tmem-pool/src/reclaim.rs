@@ -40,7 +40,7 @@ impl Engine {
     /// number of moved blobs.
     pub(crate) fn compact(&self, slots: usize) -> usize {
         let moved = self.store.heap.compact(slots);
-        self.totals.moved_blobs.add(moved as u64);
+        self.store.counters.moved_blobs.add(moved as u64);
         moved
     }
 

@@ -207,7 +207,7 @@ impl State {
     /// default values.
     pub(crate) fn stats(&self) -> TenantStats {
         let estimates = self.estimator.estimates();
-        let (gauges, counters) = (self.index.gauges, self.counters);
+        let gauges = self.index.gauges;
         TenantStats {
             pages: gauges.pages.into(),
             charged_bytes: gauges.charged_bytes(),
@@ -217,30 +217,6 @@ impl State {
             nursery_pages: gauges.nursery_pages.into(),
             shared_pages: gauges.shared_pages.into(),
             retained_pages: gauges.retained_pages.into(),
-            puts: counters.puts,
-            puts_refused: counters.puts_refused,
-            gets: counters.gets,
-            hits: counters.hits,
-            evictions: counters.evictions,
-            flushed_pages: counters.flushed_pages,
-            hash_mismatches: counters.hash_mismatches,
-            evictions_limit: counters.evictions_limit,
-            evictions_pool: counters.evictions_pool,
-            replaced_pages: counters.replaced_pages,
-            cookie_mismatches: counters.cookie_mismatches,
-            evictions_shrink: counters.evictions_shrink,
-            evictions_retained: counters.evictions_retained,
-            retained_hits: counters.retained_hits,
-            refs: counters.refs,
-            refs_gone: counters.refs_gone,
-            refused_nursery: counters.refused_nursery,
-            refused_pool: counters.refused_pool,
-            refused_limit: counters.refused_limit,
-            refused_keys: counters.refused_keys,
-            finalized_same_filled: counters.finalized_same_filled,
-            finalized_shared: counters.finalized_shared,
-            finalized_compressed: counters.finalized_compressed,
-            finalized_raw: counters.finalized_raw,
             gain_hits: estimates.gain_hits,
             loss_hits: estimates.loss_hits,
             loss_hits_seen: estimates.loss_hits_seen,
@@ -248,7 +224,7 @@ impl State {
             nursery_pages_max: self.raw_max.into(),
             detached_pages: self.index.detached.pages.into(),
             pools: self.index.nr_pools() as u64,
-            ..TenantStats::default()
+            ..TenantStats::from(self.counters)
         }
     }
 

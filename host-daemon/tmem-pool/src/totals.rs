@@ -37,7 +37,7 @@ impl Sum {
     }
 }
 
-/// Sums over all tenants, and counters of finished work. The number of blobs (stored contents) is
+/// Sums over all tenants. The number of blobs (stored contents) is
 /// not among them, because the heap counts it.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
@@ -46,6 +46,4 @@ pub(crate) struct Totals {
     pub index_bytes: Sum,
     /// Number of live tenants and of removed tenants whose pages are not all freed yet.
     pub tenants: Sum,
-    /// Counter: number of times that compaction has moved a blob (stored content).
-    pub moved_blobs: Sum,
 }

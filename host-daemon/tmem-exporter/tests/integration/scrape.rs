@@ -5,7 +5,7 @@ use crate::common::{Exporter, ServedDaemon, TIMEOUT, http};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::Command;
-use tmem_control::statistics::{Export, Kind, STATISTICS, Statistic};
+use tmem_control::statistics::{Export, Kind, Statistic};
 
 /// Returns the lines of `text` that are samples of the metric `name`.
 fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
@@ -22,7 +22,7 @@ fn every_exported_statistic_has_a_metric() {
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
     let text = exporter.metrics("");
-    for row in STATISTICS.iter().filter(|row| row.export != Export::No) {
+    for row in Statistic::all().filter(|row| row.export != Export::No) {
         let suffix = match row.kind {
             Kind::Counter => "_total",
             Kind::Histogram => "_bucket",
@@ -115,7 +115,7 @@ fn shared_page_metrics_are_rounded_to_steps() {
     let text = exporter.metrics("");
     assert!(!text.contains("tmem_vm_shared") && !text.contains("tmem_vm_finalized_shared"));
     let in_steps = |row: &&Statistic| matches!(row.export, Export::Steps | Export::RestInSteps);
-    for row in STATISTICS.iter().filter(in_steps) {
+    for row in Statistic::all().filter(in_steps) {
         let step = if row.unit == "bytes" { 1 << 20 } else { 256 };
         let (name, label) = row.metric();
         let label = label.map_or(String::new(), |(key, of)| format!("{key}=\"{}\"", of[0]));

@@ -586,7 +586,7 @@ mod tests {
     }
 
     /// Compares the screen that docs/tmemctl.md shows with the screen that the code draws. With
-    /// TMEM_BLESS=1, the test writes the drawn screen to that file.
+    /// TMEM_WRITE_DOCS=1, the test writes the drawn screen to that file.
     #[test]
     fn docs_tmemctl_md_contains_the_current_view_of_top() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
@@ -602,13 +602,13 @@ mod tests {
             .iter()
             .map(|line| format!("{}\n", line.trim_end()))
             .collect();
-        if std::env::var_os("TMEM_BLESS").is_some() {
+        if std::env::var_os("TMEM_WRITE_DOCS").is_some() {
             let new = format!("{before}<!-- top -->\n```\n{drawn}```\n{after}");
             std::fs::write(&path, new).expect("cannot write the file");
         }
         assert_eq!(
             shown, drawn,
-            "docs/tmemctl.md shows an outdated view: run this test with TMEM_BLESS=1 to draw it"
+            "docs/tmemctl.md shows an outdated view: run this test with TMEM_WRITE_DOCS=1 to draw it"
         );
     }
 

@@ -2,6 +2,7 @@
 //! The statistics that the control interface returns; docs/statistics.md describes each value.
 //!
 //! The functions here only copy and add values. Events are counted in the code in which they occur.
+//! The table [`tmem_trace::statistics!`] lists the values.
 
 use crate::control::sources::Sources;
 use crate::host::usage;
@@ -41,16 +42,64 @@ pub fn vm(vm: &Vm) -> api::Vm {
     }
 }
 
+/// Creates a value of a type of the control interface. The caller lists the fields that the table
+/// of statistics leaves to `tmemd`. The other fields are copied from the statistics of the engine
+/// (`$stats`) and from the daemon's counters of the VM (`$counters`).
+macro_rules! reply {
+    (
+        { $stats:ident, $counters:ident, VmStats $fields:tt }
+        pool_gauges $pool_gauges:tt
+        pool $pool:tt
+        pool_counters $pool_counters:tt
+        vm $vm:tt
+        tenant_gauges { $($(#[$gauge_doc:meta])* $gauge:ident $gauge_row:tt;)* }
+        tenant_counters_with_sums { $($(#[$sum_doc:meta])* $sum:ident $sum_row:tt;)* }
+        tenant_counters { $($(#[$tenant_doc:meta])* $tenant:ident $tenant_row:tt;)* }
+        vm_counters { $($(#[$counter_doc:meta])* $counter:ident $counter_row:tt;)* }
+        vm_latencies { $($(#[$latency_doc:meta])* $latency:ident $latency_row:tt;)* }
+        $($other:ident $other_rows:tt)*
+    ) => {
+        reply!(VmStats $fields {
+            $($gauge: int($stats.$gauge),)*
+            $($sum: int($stats.$sum),)*
+            $($tenant: int($stats.$tenant),)*
+            $($counter: load(&$counters.$counter),)*
+            $($latency: $counters.$latency.read(),)*
+        })
+    };
+    (
+        { $stats:ident, PoolStats $fields:tt }
+        pool_gauges { $($(#[$gauge_doc:meta])* $gauge:ident $gauge_row:tt;)* }
+        pool $pool:tt
+        pool_counters { $($(#[$counter_doc:meta])* $counter:ident $counter_row:tt;)* }
+        vm $vm:tt
+        tenant_gauges $tenant_gauges:tt
+        tenant_counters_with_sums { $($(#[$sum_doc:meta])* $sum:ident $sum_row:tt;)* }
+        $($other:ident $other_rows:tt)*
+    ) => {
+        reply!(PoolStats $fields {
+            $($gauge: int($stats.$gauge),)*
+            $($counter: int($stats.$counter),)*
+            $($sum: int($stats.$sum),)*
+        })
+    };
+    ($type:ident { $($fields:tt)* } { $($copied:tt)* }) => {
+        api::$type { $($fields)* $($copied)* }
+    };
+}
+
 /// Returns the statistics of a VM.
 pub fn of_vm(vm: &Vm) -> api::VmStats {
-    let stats = vm.tenant.stats();
+    let mut stats = vm.tenant.stats();
     let counters = &vm.counters;
     // Puts that are refused because the VM is frozen never reach the engine. They are added to the
-    // engine's count of refused puts.
+    // engine's counts of puts and of refused puts.
     let refused_frozen = counters.refused_frozen.load(Ordering::Relaxed);
-    let kept_elsewhere = stats.nursery_pages + stats.same_filled_pages + stats.shared_pages;
+    stats.puts += refused_frozen;
+    stats.puts_refused += refused_frozen;
+    let in_other_forms = stats.nursery_pages + stats.same_filled_pages + stats.shared_pages;
     let ints = |numbers: [u64; 3]| numbers.into_iter().map(int).collect();
-    api::VmStats {
+    tmem_trace::statistics!(reply stats, counters, VmStats {
         name: vm.name().to_string(),
         uuid: vm.config.uuid.clone(),
         trust_domain: vm.config.trust_domain.clone(),
@@ -59,69 +108,18 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         weight: i64::from(stats.weight),
         connected: vm.connected.load(Ordering::Acquire),
         frozen: vm.frozen.load(Ordering::Relaxed),
-        connections: load(&counters.connections),
-        connections_refused: load(&counters.connections_refused),
-        queues_stopped: load(&counters.queues_stopped),
-        requests: load(&counters.requests),
-        requests_stale: load(&counters.requests_stale),
-        requests_bad: load(&counters.requests_bad),
-        drain_cut_pages: load(&counters.drain_cut_pages),
-        limited_pages: load(&counters.limited_pages),
-        pages: int(stats.pages),
-        charged_bytes: int(stats.charged_bytes),
-        entitled_bytes: int(stats.entitled_bytes),
-        original_bytes: int(stats.original_bytes),
-        compressed_bytes: int(stats.compressed_bytes),
         saved_bytes: int(stats.original_bytes) - int(stats.charged_bytes),
-        nursery_pages: int(stats.nursery_pages),
-        nursery_pages_max: int(stats.nursery_pages_max),
-        same_filled_pages: int(stats.same_filled_pages),
-        shared_pages: int(stats.shared_pages),
-        stored_pages: int(stats.pages.saturating_sub(kept_elsewhere)),
-        retained_pages: int(stats.retained_pages),
-        detached_pages: int(stats.detached_pages),
-        puts: int(stats.puts + refused_frozen),
-        puts_refused: int(stats.puts_refused + refused_frozen),
-        refused_nursery: int(stats.refused_nursery),
-        refused_pool: int(stats.refused_pool),
-        refused_limit: int(stats.refused_limit),
-        refused_keys: int(stats.refused_keys),
-        refused_frozen: int(refused_frozen),
-        finalized_same_filled: int(stats.finalized_same_filled),
-        finalized_shared: int(stats.finalized_shared),
-        finalized_compressed: int(stats.finalized_compressed),
-        finalized_raw: int(stats.finalized_raw),
-        gets: int(stats.gets),
-        hits: int(stats.hits),
-        retained_hits: int(stats.retained_hits),
-        refs: int(stats.refs),
-        refs_gone: int(stats.refs_gone),
+        stored_pages: int(stats.pages.saturating_sub(in_other_forms)),
         misses: int(stats.gets.saturating_sub(stats.hits)),
-        cookie_mismatches: int(stats.cookie_mismatches),
         disk_read_avoided_bytes: int(stats.hits.saturating_mul(PAGE_SIZE as u64)),
-        evictions: int(stats.evictions),
-        evictions_limit: int(stats.evictions_limit),
-        evictions_pool: int(stats.evictions_pool),
-        evictions_shrink: int(stats.evictions_shrink),
-        evictions_retained: int(stats.evictions_retained),
-        flushed_pages: int(stats.flushed_pages),
-        replaced_pages: int(stats.replaced_pages),
-        hash_mismatches: int(stats.hash_mismatches),
         gain_hits: ints(stats.gain_hits),
         loss_hits: ints(stats.loss_hits),
         loss_hits_seen: int(stats.loss_hits_seen),
-        put_latency: counters.put_latency.read(),
-        get_latency: counters.get_latency.read(),
-        flush_latency: counters.flush_latency.read(),
-        ref_latency: counters.ref_latency.read(),
-        wait_latency: counters.wait_latency.read(),
         cpu_requests_ms: load(&counters.slices_ns) / 1_000_000,
         memory_mapped_bytes: int(vm.memory.mapped_bytes()),
         memory_max_bytes: int(vm.memory.max_bytes()),
-        driver: vm
-            .report()
-            .map(|report| of_driver(&report, vm.latencies().as_ref())),
-    }
+        driver: vm.report().map(|report| of_driver(&report, vm.latencies().as_ref())),
+    })
 }
 
 /// Returns the types of file systems that a guest's driver serves, separated by commas. `hooks` is
@@ -205,51 +203,16 @@ pub fn of_pool(control: &Sources) -> api::PoolStats {
 pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats {
     let size = &control.size;
     let host_shrinks_stalls = load(&size.shrinks_stalls);
-    api::PoolStats {
-        size_bytes: int(stats.size_bytes),
+    tmem_trace::statistics!(reply stats, PoolStats {
         configured_bytes: int(size.full_bytes()),
         host_available_bytes: load(&size.available_bytes),
         host_arc_bytes: load(&size.arc_bytes),
         host_shrinks: load(&size.shrinks_memory) + host_shrinks_stalls,
         host_shrinks_stalls,
         host_grows: load(&size.grows),
-        held_bytes: int(stats.held_bytes),
-        frames_bytes: int(stats.frames_bytes),
-        payload_bytes: int(stats.payload_bytes),
-        metadata_bytes: int(stats.metadata_bytes),
-        charged_bytes: int(stats.charged_bytes),
-        reserved_bytes: int(stats.reserved_bytes),
-        tenants: int(stats.tenants),
-        pages: int(stats.pages),
-        original_bytes: int(stats.original_bytes),
-        compressed_bytes: int(stats.compressed_bytes),
         saved_bytes: int(stats.original_bytes) - int(stats.held_bytes),
         dedup_saved_bytes: int(dedup_saved_bytes(stats)),
-        nursery_pages: int(stats.nursery_pages),
-        same_filled_pages: int(stats.same_filled_pages),
-        shared_pages: int(stats.shared_pages),
-        retained_pages: int(stats.retained_pages),
-        detached_pages: int(stats.detached_pages),
-        blobs: int(stats.blobs),
-        moved_blobs: int(stats.moved_blobs),
-        recompressed_blobs: int(stats.recompressed_blobs),
-        recompressed_saved_bytes: int(stats.recompressed_saved_bytes),
-        zstd_saved_bytes: int(stats.zstd_saved_bytes),
-        puts: int(stats.puts),
-        puts_refused: int(stats.puts_refused),
-        gets: int(stats.gets),
-        hits: int(stats.hits),
-        retained_hits: int(stats.retained_hits),
-        refs: int(stats.refs),
-        refs_gone: int(stats.refs_gone),
-        evictions: int(stats.evictions),
-        evictions_limit: int(stats.evictions_limit),
-        evictions_pool: int(stats.evictions_pool),
-        evictions_shrink: int(stats.evictions_shrink),
-        evictions_retained: int(stats.evictions_retained),
-        flushed_pages: int(stats.flushed_pages),
-        hash_mismatches: int(stats.hash_mismatches),
-    }
+    })
 }
 
 /// Returns the statistics of the daemon, which include counts of the given VMs.

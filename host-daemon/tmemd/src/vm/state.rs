@@ -26,44 +26,33 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Counters of a VM since the daemon's start.
-#[derive(Debug, Default)]
-pub struct Counters {
-    /// Number of connections of front ends that were accepted.
-    pub connections: AtomicU64,
-    /// Number of connections that were refused, because one existed already or the peer was not
-    /// authorized.
-    pub connections_refused: AtomicU64,
-    /// Number of virtqueues that were stopped because of a fault of the guest or the VMM.
-    pub queues_stopped: AtomicU64,
-    /// Number of descriptor chains (requests) that were answered.
-    pub requests: AtomicU64,
-    /// Number of requests that were answered with STALE, because they carried a generation number
-    /// other than the current one.
-    pub requests_stale: AtomicU64,
-    /// Number of malformed or unknown requests, which were answered with BAD or UNSUPPORTED.
-    pub requests_bad: AtomicU64,
-    /// Number of pages that were answered with REFUSED, MISS or GONE because the time limit of a
-    /// drain had expired.
-    pub drain_cut_pages: AtomicU64,
-    /// Number of pages that were answered with REFUSED, MISS or GONE because the VM exceeded its
-    /// rate limit.
-    pub limited_pages: AtomicU64,
-    /// Number of pages whose puts were refused because the VM is frozen.
-    pub refused_frozen: AtomicU64,
-    /// Time in ns that workers spent on the VM's requests.
-    pub slices_ns: AtomicU64,
-    /// Latency of the VM's PUT requests.
-    pub put_latency: Histogram,
-    /// Latency of the VM's GET requests.
-    pub get_latency: Histogram,
-    /// Latency of the VM's FLUSH requests, from the first slice of a request to its last.
-    pub flush_latency: Histogram,
-    /// Latency of the VM's REF requests.
-    pub ref_latency: Histogram,
-    /// Time that the VM's virtqueues waited in a worker's run queue for a slice.
-    pub wait_latency: Histogram,
+/// Declares the counters of a VM, which are rows of the table of statistics.
+macro_rules! declare {
+    (
+        {}
+        pool_gauges $pool_gauges:tt
+        pool $pool:tt
+        pool_counters $pool_counters:tt
+        vm $vm:tt
+        tenant_gauges $tenant_gauges:tt
+        tenant_counters_with_sums $tenant_counters_with_sums:tt
+        tenant_counters $tenant_counters:tt
+        vm_counters { $($(#[$counter_doc:meta])* $counter:ident $counter_row:tt;)* }
+        vm_latencies { $($(#[$latency_doc:meta])* $latency:ident $latency_row:tt;)* }
+        $($other:ident $other_rows:tt)*
+    ) => {
+        /// Counters of a VM since the daemon's start.
+        #[derive(Debug, Default)]
+        pub struct Counters {
+            $($(#[$counter_doc])* pub $counter: AtomicU64,)*
+            $($(#[$latency_doc])* pub $latency: Histogram,)*
+            /// Time in ns that workers spent on the VM's requests.
+            pub slices_ns: AtomicU64,
+        }
+    };
 }
+
+tmem_trace::statistics!(declare);
 
 /// State of a VM that the daemon serves.
 pub struct Vm {
