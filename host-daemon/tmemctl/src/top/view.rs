@@ -11,7 +11,8 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{
     Block, Borders, Cell, Clear, Gauge, Paragraph, Row as Cells, Sparkline, Table,
 };
-use tmem_control::PoolStats;
+use tmem_control::statistics::{Scope, Statistic};
+use tmem_control::{PoolStats, VmStats};
 
 /// Height of the part of the screen that shows the pool, and of the part that shows the selected
 /// VM, in lines.
@@ -242,6 +243,20 @@ fn bar_char(value: u64, row: &Row) -> char {
     }
 }
 
+/// Formats the counters of a VM that are exported as one metric, such as the refused pages by
+/// reason. Each counter is named by the value of its label.
+fn parts(vm: &VmStats, metric: &str) -> String {
+    let figures = serde_json::to_value(vm).unwrap_or_default();
+    let part = |row: &Statistic| match row.metric() {
+        (name, Some((_, labels))) if name == metric => {
+            Some(format!("{} {}", labels.join("/"), figures[row.field]))
+        }
+        _ => None,
+    };
+    let parts: Vec<String> = Statistic::of(Scope::Vm).filter_map(part).collect();
+    parts.join(", ")
+}
+
 fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
     let Some(row) = row else {
         let block = Block::new().borders(Borders::TOP);
@@ -286,20 +301,14 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
             vm.puts
         )),
         Line::from(format!(
-            "refused {}: nursery {}, pool {}, limit {}, keys {}, frozen {}",
+            "refused {}: {}",
             vm.puts_refused,
-            vm.refused_nursery,
-            vm.refused_pool,
-            vm.refused_limit,
-            vm.refused_keys,
-            vm.refused_frozen
+            parts(vm, "tmem_vm_put_refused_pages")
         )),
         Line::from(format!(
-            "evicted {}: limit {}, pool {}, shrink {}; flushed {}",
+            "evicted {}: {}; flushed {}",
             vm.evictions,
-            vm.evictions_limit,
-            vm.evictions_pool,
-            vm.evictions_shrink,
+            parts(vm, "tmem_vm_evicted_pages"),
             vm.flushed_pages
         )),
         Line::from(format!("driver: {driver}")),
@@ -378,7 +387,7 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use std::time::{Duration, Instant};
-    use tmem_control::{GetStats_Reply, Histogram, VmStats};
+    use tmem_control::{GetStats_Reply, Histogram};
 
     fn screen(model: &Model, width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height))
