@@ -5,6 +5,7 @@
 //! page: `TMEM_WRITE_DOCS=1 cargo test -p tmem-control`.
 
 use crate::statistics::{Export, Kind, Scope, Statistic};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 const SCOPES: [Scope; 4] = [Scope::Vm, Scope::Driver, Scope::Pool, Scope::Daemon];
@@ -68,7 +69,7 @@ fn compare(file: &str, begin: &str, end: &str, generate: fn(Scope) -> String) {
     }
     assert!(
         outdated.is_empty(),
-        "{file} differs from the table of statistics. Run this test with TMEM_WRITE_DOCS=1, or paste:\n{}",
+        "{file} differs from the table of statistics. Set TMEM_WRITE_DOCS=1, or paste:\n{}",
         outdated.join("\n")
     );
 }
@@ -83,4 +84,48 @@ fn interface_file_matches_the_table_of_statistics() {
 fn docs_statistics_md_matches_the_table_of_statistics() {
     let (begin, end) = ("<!-- table TYPE -->\n", "<!-- end -->\n");
     compare("docs/statistics.md", begin, end, table);
+}
+
+/// Words in names of statistics and metrics that have their usual meaning, so that the glossary
+/// does not define them. Names of other projects, such as `zstd`, are among them.
+const USUAL_WORDS: &str = "arc available avoided background bytes cause configured connected \
+    connections cpu daemon disk domain driver dropped duration file hash host interrupts kernel \
+    keys less locked lost max memory more moved ms name other percent pid read reason request \
+    resident seconds seen size start state systems time tmem uptime use uuid version vm vms zstd";
+
+/// Returns whether two words are forms of one word, such as "evicted" and "eviction".
+fn same_word(a: &str, b: &str) -> bool {
+    let common = a.bytes().zip(b.bytes()).take_while(|(a, b)| a == b).count();
+    let shorter = a.len().min(b.len());
+    common == shorter || (common >= 4 && common + 3 >= shorter)
+}
+
+#[test]
+fn glossary_has_each_term_of_the_names_of_statistics_and_metrics() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/glossary.md");
+    let glossary = std::fs::read_to_string(path).expect("cannot read docs/glossary.md");
+    let entries = glossary
+        .lines()
+        .filter_map(|line| line.strip_prefix("- **"));
+    let terms: Vec<String> = entries
+        .filter_map(|line| Some(line.split_once("**")?.0.to_lowercase()))
+        .collect();
+    let words = |text: &str| -> Vec<String> {
+        let words = text.split(|c: char| !c.is_ascii_alphabetic());
+        words
+            .filter(|word| !word.is_empty())
+            .map(String::from)
+            .collect()
+    };
+    let known: Vec<String> = terms.iter().flat_map(|term| words(term)).collect();
+    let is_defined = |word: &String| {
+        USUAL_WORDS.split_whitespace().any(|usual| usual == word)
+            || known.iter().any(|known| same_word(known, word))
+    };
+    let names = Statistic::all().flat_map(|row| words(&format!("{} {}", row.field, row.metric)));
+    let undefined: BTreeSet<String> = names.filter(|word| !is_defined(word)).collect();
+    assert!(
+        undefined.is_empty(),
+        "docs/glossary.md has no term with these words of statistics and metrics: {undefined:?}"
+    );
 }
