@@ -90,7 +90,7 @@ lint-python:
 SEEDS ?= 100000
 FIRST ?= 1
 simulate: ## simulate guests and daemon for SEEDS=100000 from FIRST=1; TMEM_SEED=N replays one
-	$(CARGO) run --locked --release -p tmem-world -- --seeds $(SEEDS) --first $(FIRST)
+	$(CARGO) run --locked --release -p tmem-simulator -- --seeds $(SEEDS) --first $(FIRST)
 
 MINUTES ?= 10
 fuzz: ## compare random operations on the pool with a model for MINUTES=10; TMEM_SEED=N replays one

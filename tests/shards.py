@@ -73,7 +73,7 @@ CHECK = (
     "make -s lint",
     # TMEM_NO_SKIPS names what this machine has. A test that needs only this is not skipped.
     f"TMEM_NO_SKIPS=$(scripts/no-skips) {CARGO_TEST} --workspace",
-    "cargo run --locked -p tmem-world",
+    "cargo run --locked -p tmem-simulator",
     "make -s -C guest-driver test",
     "tests/python -m pytest -q -n 2 -m 'not long' tests/repo",
     f"{PYTEST} -m smoke vm",
@@ -208,7 +208,7 @@ SHARDS: dict[str, Shard] = {
     ),
     "simulator": Shard(
         "20,000 seeds of the simulator",
-        ("cargo run --locked -p tmem-world -- --seeds 20000",),
+        ("cargo run --locked -p tmem-simulator -- --seeds 20000",),
         ("host-daemon/tmem-pool/", "host-daemon/tmemd/", "tests/model/", "tests/simulator/"),
         needs="deps-test",
         minutes=10,
@@ -252,7 +252,7 @@ SHARDS: dict[str, Shard] = {
     "native": Shard(
         "guests in user-mode Linux, whose kernel is built",
         (
-            "cargo build --locked -p tmem-sim --bin vhost-proxy",
+            "cargo build --locked -p tmem-model --bin vhost-proxy",
             "cd tests && ./python -m pytest vm/test_native.py",
         ),
         ("guest-driver/", "tests/native-kernel/"),

@@ -227,7 +227,7 @@ def test_bills_of_materials_list_the_crates_of_the_programs(archives: Path) -> N
         assert len(crates) > 10 and crates <= set(components)
         assert all(each["licenses"] for each in components.values())
         # A test's crate is no part of a program.
-        assert "tmem-sim" not in {name for name, _ in components}
+        assert "tmem-model" not in {name for name, _ in components}
 
 
 @pytest.fixture(scope="module")

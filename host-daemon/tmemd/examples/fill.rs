@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, PutPage, Request};
+use tmem_model::{Content, Driver, DriverConfig, GuestConfig, PutPage, Request};
 
 /// Number of pages in a PUT request.
 const BATCH: u64 = 64;

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use tempfile::TempDir;
 use tmem_control::{Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
-use tmem_sim::fault::{self, Expect, Target};
-use tmem_sim::{Driver, DriverConfig, Missing, skipped};
+use tmem_model::fault::{self, Expect, Target};
+use tmem_model::{Driver, DriverConfig, Missing, skipped};
 
 /// User id of nobody. The daemon runs as this user, who owns no files on the host.
 const USER: u32 = 65534;

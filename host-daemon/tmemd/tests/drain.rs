@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::common::{Daemon, TIMEOUT, guest, seed, work};
-use tmem_sim::{
+use tmem_model::{
     Content, DirtyLog, Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request,
 };
 use vhost::vhost_user::VhostUserFrontend;
@@ -349,7 +349,7 @@ fn staged(driver: &mut Driver, object: u64) {
     for request in [get(0, 64), put, get(64, 3), get(200, 5)] {
         driver.guest.add(1, request, generation).unwrap();
     }
-    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    let report = Request::Report(Box::new([0; tmem_model::requests::REPORT_BYTES]));
     driver.guest.add(0, report, generation).unwrap();
 }
 

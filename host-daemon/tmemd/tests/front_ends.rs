@@ -10,8 +10,8 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tmem_control::VarlinkClientInterface;
-use tmem_sim::frontend::CONFIG_BYTES;
-use tmem_sim::{Driver, DriverConfig, GuestConfig, RamRegion, Vmm};
+use tmem_model::frontend::CONFIG_BYTES;
+use tmem_model::{Driver, DriverConfig, GuestConfig, RamRegion, Vmm};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 

@@ -9,9 +9,9 @@
 
 use crate::common::Daemon;
 use std::sync::atomic::Ordering;
-use tmem_sim::requests::PAGE;
-use tmem_sim::ring::{F_NEXT, F_WRITE};
-use tmem_sim::{Desc, Driver, FakeGuest, Request};
+use tmem_model::requests::PAGE;
+use tmem_model::ring::{F_NEXT, F_WRITE};
+use tmem_model::{Desc, Driver, FakeGuest, Request};
 
 /// Number of rounds. In each round, the daemon's workers race with its control thread, which
 /// detects that the front end has closed the connection. If workers did not check the connection
@@ -79,7 +79,7 @@ fn overwrite(driver: &Driver) {
 
 /// Creates a GET of CHAIN_PAGES pages that are in the pool.
 fn get(driver: &Driver, object: u64, first: u64) -> Request {
-    let cookie = |(key, cookie): (&tmem_sim::Key, &u64)| {
+    let cookie = |(key, cookie): (&tmem_model::Key, &u64)| {
         let asked = key.object == object && (first..first + CHAIN_PAGES).contains(&key.index);
         asked.then_some((key.index, *cookie))
     };

@@ -10,7 +10,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use tmem_sim::{Driver, DriverConfig, GuestConfig, PutPage, RamRegion, Request};
+use tmem_model::{Driver, DriverConfig, GuestConfig, PutPage, RamRegion, Request};
 
 /// Size in bytes of the file that is a VM's memory, and in which the test punches a hole.
 const FILE_BYTES: u64 = 4 << 30;

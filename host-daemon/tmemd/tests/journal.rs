@@ -8,8 +8,8 @@ use crate::common::until;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use tmem_sim::fault::{self, Expect, Target};
-use tmem_sim::{Driver, DriverConfig};
+use tmem_model::fault::{self, Expect, Target};
+use tmem_model::{Driver, DriverConfig};
 
 /// Shell script that starts systemd-journald and the daemon, and tells the daemon that its stderr
 /// is the journal. The script reads queries from stdin and prints the journal's matching entries.

@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::common::{Daemon, TIMEOUT, every_queue_answers, guest, seed, work};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::ReadWriteFlags;
-use tmem_sim::fault::{self, Expect, Fault, Target};
-use tmem_sim::frontend::F_RETAIN;
-use tmem_sim::requests::REQ_BYTES;
-use tmem_sim::ring::{Desc, F_NEXT, F_WRITE};
-use tmem_sim::{Content, Driver, DriverConfig, Key, PutPage, Request};
+use tmem_model::fault::{self, Expect, Fault, Target};
+use tmem_model::frontend::F_RETAIN;
+use tmem_model::requests::REQ_BYTES;
+use tmem_model::ring::{Desc, F_NEXT, F_WRITE};
+use tmem_model::{Content, Driver, DriverConfig, Key, PutPage, Request};
 use virtio_tmem as wire;
 
 const VICTIM: u64 = 900;
@@ -77,7 +77,7 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     let pool = driver.pool();
     for queue in (0..driver.guest.num_queues()).filter(|q| *q != stopped) {
         let request = match queue {
-            0 => Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES])),
+            0 => Request::Report(Box::new([0; tmem_model::requests::REPORT_BYTES])),
             _ => Request::Get {
                 pool,
                 object: 77,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tmem_control::{GetStats_Reply, VarlinkClientInterface};
-use tmem_sim::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
+use tmem_model::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 

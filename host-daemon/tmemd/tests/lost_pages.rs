@@ -17,7 +17,7 @@ use std::fs::{self, File};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use tmem_sim::{
+use tmem_model::{
     Driver, DriverConfig, GuestConfig, Key, Missing, PutPage, RamRegion, Request, skipped,
 };
 use tmem_testing::TestDaemon;

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 use tmem_control::{ErrorKind, Event, VarlinkClient, VarlinkClientInterface, VmStats};
-use tmem_sim::{Content, Driver, PutPage, Request};
+use tmem_model::{Content, Driver, PutPage, Request};
 
 fn daemon() -> Daemon {
     Daemon::with_arguments(&[("a", None), ("b", None)], "64MiB", |directory| {
@@ -145,7 +145,7 @@ fn latencies_of_readers_in_the_guest_are_reported() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 1);
     let mut client = client(&daemon.path("control"));
-    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    let report = Request::Report(Box::new([0; tmem_model::requests::REPORT_BYTES]));
     assert!(driver.send(0, report, vec![]));
     driver.settle().unwrap();
     let latencies_of = |client: &mut VarlinkClient| {
@@ -155,7 +155,7 @@ fn latencies_of_readers_in_the_guest_are_reported() {
             .get_latency
     };
     assert_eq!(latencies_of(&mut client), None);
-    let mut latencies = [0; tmem_sim::requests::LATENCIES_BYTES];
+    let mut latencies = [0; tmem_model::requests::LATENCIES_BYTES];
     latencies[..8].copy_from_slice(&70_000u64.to_le_bytes());
     latencies[8 + 5 * 8] = 3;
     latencies[8 + 15 * 8] = 1;

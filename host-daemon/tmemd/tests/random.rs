@@ -5,8 +5,8 @@
 
 use crate::common::{Daemon, every_queue_answers, guest, seed, work};
 use tmem_control::VarlinkClientInterface;
-use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC, F_RETAIN};
-use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
+use tmem_model::frontend::{F_EVENT_IDX, F_INDIRECT_DESC, F_RETAIN};
+use tmem_model::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
 
 /// Performs a random action: pauses the VM, resets it, reconnects it, sends its memory table again,
 /// creates another pool, or gets all pages.

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
-use tmem_sim::{Missing, skipped};
+use tmem_model::{Missing, skipped};
 
 struct Running {
     child: Child,
@@ -351,8 +351,8 @@ fn a_reload_is_applied_completely_or_not_at_all() {
     let quota = tmem_control::quota(Some(24 << 20), None, None);
     let set = running.client().set_quota("b".into(), quota).call();
     set.expect("a reserve that fits into the pool was refused");
-    let config = tmem_sim::DriverConfig::default();
-    let mut guest = tmem_sim::Driver::new(crate::common::guest("a"), config)
+    let config = tmem_model::DriverConfig::default();
+    let mut guest = tmem_model::Driver::new(crate::common::guest("a"), config)
         .expect("cannot create the simulated guest");
     guest
         .connect(&at.join("a.sock"))
@@ -596,15 +596,15 @@ fn a_reload_changes_the_rate_limit() {
             vm(directory, "db", "")
         )
     });
-    let mut guests: Vec<tmem_sim::Driver> = Vec::new();
+    let mut guests: Vec<tmem_model::Driver> = Vec::new();
     for (number, name) in ["web", "db"].into_iter().enumerate() {
         let guest = crate::common::guest(name);
-        let config = tmem_sim::DriverConfig {
+        let config = tmem_model::DriverConfig {
             seed: number as u64,
             ..Default::default()
         };
         let mut driver =
-            tmem_sim::Driver::new(guest, config).expect("cannot create the simulated guest");
+            tmem_model::Driver::new(guest, config).expect("cannot create the simulated guest");
         let socket = running.path().join(format!("{name}.sock"));
         driver
             .connect(&socket)

@@ -4,7 +4,7 @@
 //! new daemon answers them with STALE, and returns no page of the old daemon.
 
 use crate::common::{Daemon, seed, work};
-use tmem_sim::{Driver, Key, Request};
+use tmem_model::{Driver, Key, Request};
 use vhost::VhostBackend;
 use virtio_tmem as wire;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -148,12 +148,12 @@ fn a_stale_request_changes_nothing() {
     driver.settle().unwrap();
     let pool = driver.pool();
     let (key, cookie) = driver.index().iter().next().map(|(k, c)| (*k, *c)).unwrap();
-    let range = tmem_sim::Range {
+    let range = tmem_model::Range {
         object: 1,
         index: 0,
         nr_pages: wire::TO_END,
     };
-    let page = tmem_sim::PutPage {
+    let page = tmem_model::PutPage {
         object: key.object,
         index: key.index,
         cookie: cookie + 1000,

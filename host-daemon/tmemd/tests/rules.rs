@@ -2,7 +2,7 @@
 //! Tests of single rules of SPEC.md. A test fails if the daemon violates the rule.
 
 use crate::common::{Daemon, TIMEOUT, every_queue_answers, guest, work};
-use tmem_sim::{Content, Driver, GuestConfig, GuestError, Key, PutPage, Range, Request};
+use tmem_model::{Content, Driver, GuestConfig, GuestError, Key, PutPage, Range, Request};
 use virtio_tmem as wire;
 
 fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: Content) {

@@ -5,7 +5,7 @@
 
 use crate::common::{Daemon, allow_many_files, guest, seed, taken_by, until, work};
 use tmem_control::VarlinkClientInterface;
-use tmem_sim::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
+use tmem_model::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 

@@ -9,7 +9,7 @@ mod common;
 use common::{Taken, taken_by, until};
 use rustix::thread::disable_transparent_huge_pages;
 use std::fs;
-use tmem_sim::{Driver, DriverConfig};
+use tmem_model::{Driver, DriverConfig};
 use tmemd::{Config, Daemon};
 
 /// Maximum number of bytes that the allocator may keep after the daemon has stopped.

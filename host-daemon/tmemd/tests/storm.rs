@@ -9,7 +9,7 @@
 use crate::common::{Daemon, seed};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use tmem_sim::{Driver, DriverConfig, GuestConfig, RamRegion};
+use tmem_model::{Driver, DriverConfig, GuestConfig, RamRegion};
 
 /// Number of VMs for which one daemon is designed.
 const VMS: usize = 256;

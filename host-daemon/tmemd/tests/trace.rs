@@ -5,7 +5,7 @@
 use crate::common::Daemon;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use tmem_sim::{Content, Driver, PutPage, Range, Request};
+use tmem_model::{Content, Driver, PutPage, Range, Request};
 use tmem_trace::format::{Event, ObjectKey, Op, Reader};
 
 /// Object number of the test's requests. It is unlikely to occur in a file by chance.

@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use tmem_control::accounts::Kind;
 use tmem_control::{VarlinkClientInterface, VmSpec};
-use tmem_sim::{Missing, skipped};
+use tmem_model::{Missing, skipped};
 
 const QEMU: u32 = 64055;
 const READERS: u32 = 64056;

@@ -6,7 +6,9 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::common::{Daemon, guest, until, work};
-use tmem_sim::{Content, DriverConfig, FakeGuest, GuestConfig, Missing, PutPage, Request, skipped};
+use tmem_model::{
+    Content, DriverConfig, FakeGuest, GuestConfig, Missing, PutPage, Request, skipped,
+};
 
 fn daemon(vms: &[(&str, Option<&str>)], event_loop: &str, workers: usize) -> Daemon {
     let arguments = |_: &std::path::Path| {
@@ -109,7 +111,7 @@ fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
         let config = GuestConfig {
             request_queues: 8,
             slots: 64,
-            ram: vec![tmem_sim::RamRegion {
+            ram: vec![tmem_model::RamRegion {
                 start: 0,
                 size_bytes: 32 << 20,
             }],

@@ -9,9 +9,9 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use tmem_control::{VarlinkClientInterface, VmSpec};
-use tmem_sim::memory::PAGE_BYTES;
-use tmem_sim::ring::{Desc, F_INDIRECT, F_NEXT, F_WRITE};
-use tmem_sim::{Answer, Content, Driver, GuestConfig, PutPage, RamRegion, Range, Request};
+use tmem_model::memory::PAGE_BYTES;
+use tmem_model::ring::{Desc, F_INDIRECT, F_NEXT, F_WRITE};
+use tmem_model::{Answer, Content, Driver, GuestConfig, PutPage, RamRegion, Range, Request};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
@@ -397,7 +397,7 @@ fn requests_before_or_after_a_generation_reach_no_pool() {
         // The daemon may still answer requests that it took before the VM was removed.
         let guest = &mut removed.guest;
         until("the VM's connection ends", || guest.read_config().is_err());
-        let used = |guest: &tmem_sim::FakeGuest| -> Vec<u16> {
+        let used = |guest: &tmem_model::FakeGuest| -> Vec<u16> {
             let queues = 0..guest.num_queues();
             queues.map(|q| guest.ring(q).used_idx_in_memory()).collect()
         };
@@ -791,7 +791,7 @@ fn refused_requests_and_messages_leave_no_lock_held() {
     }
     // Type of a function that sends a faulty message and returns true if the daemon refuses it. The
     // daemon ends the connection, unless it can refuse the message without harm.
-    type Odd = fn(&mut tmem_sim::FakeGuest) -> bool;
+    type Odd = fn(&mut tmem_model::FakeGuest) -> bool;
     let messages: [(&str, Odd); 6] = [
         ("features", |guest| {
             guest.frontend().unwrap().set_features(1 << 63).is_err()
@@ -864,6 +864,6 @@ fn every_queue_answers_by_hand(driver: &mut Driver) {
         let answer = driver.guest.call(queue, get(pool, 77, 0, 1)).unwrap();
         assert_eq!(answer.status, wire::S_OK);
     }
-    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    let report = Request::Report(Box::new([0; tmem_model::requests::REPORT_BYTES]));
     assert_eq!(ask(driver, report).status, wire::S_OK);
 }

@@ -777,7 +777,7 @@ fn print(times: &Times, outcome: &Outcome) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tmem_sim::{Missing, skipped};
+    use tmem_model::{Missing, skipped};
 
     /// Returns the times of a simulated run. `of` gives the median ratio for each holder and
     /// operation, and `spread` is the range over which the ratios of the rounds vary.

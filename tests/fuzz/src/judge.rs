@@ -8,7 +8,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 
-use tmem_sim::requests::{
+use tmem_model::requests::{
     GENERATION_BYTES, GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, REPORT_BYTES,
     REQ_BYTES, RESP_BYTES,
 };

@@ -14,7 +14,7 @@
 //! - [`messages`]: the bytes are vhost-user messages, sent through the socket. The daemon must
 //!   continue and serve another VM, the neighbour.
 //!
-//! Out of scope: sequences that only a well-behaved guest sends, which `tmem-sim` and `tmem-world`
+//! Out of scope: sequences that only a well-behaved guest sends, which `tmem-model` and `tmem-simulator`
 //! test.
 
 mod host;

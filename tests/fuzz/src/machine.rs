@@ -528,7 +528,7 @@ fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tmem_sim::requests::REQ_BYTES;
+    use tmem_model::requests::REQ_BYTES;
 
     const NEXT: u16 = 1;
     const WRITE: u16 = 2;

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::retry_on_intr;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
+use tmem_model::{Driver, DriverConfig, GuestConfig, Request};
 use tmem_testing::TestDaemon;
 
 use crate::input::Input;
@@ -317,7 +317,7 @@ impl FrontEnd {
             0 => Request::PoolCreate { pool: 1, flags: 0 },
             1 => Request::Put {
                 pool: 1,
-                pages: vec![tmem_sim::PutPage {
+                pages: vec![tmem_model::PutPage {
                     object,
                     index,
                     cookie: 1,

@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use tmem_sim::requests::{Cut, cut};
-use tmem_sim::{PutPage, Range, RefPage, Request};
+use tmem_model::requests::{Cut, cut};
+use tmem_model::{PutPage, Range, RefPage, Request};
 
 use crate::host::Act;
 use crate::input::Input;

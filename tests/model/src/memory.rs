@@ -33,7 +33,7 @@ pub struct RamRegion {
 
 fn memfd(bytes: u64, sealed: bool, flags: MemfdFlags) -> io::Result<File> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags;
-    let fd = memfd_create("tmem-sim-ram", flags)?;
+    let fd = memfd_create("tmem-model-ram", flags)?;
     ftruncate(&fd, bytes)?;
     if sealed {
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;

@@ -9,8 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
-use tmem_sim::frontend::CONFIG_BYTES;
-use tmem_sim::{FakeGuest, GuestConfig, Request};
+use tmem_model::frontend::CONFIG_BYTES;
+use tmem_model::{FakeGuest, GuestConfig, Request};
 use tmem_testing::TestDaemon;
 use virtio_tmem as wire;
 

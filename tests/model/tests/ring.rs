@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the driver's side of a virtqueue ([`tmem_sim::DriverRing`]) against an independent
+//! Tests of the driver's side of a virtqueue ([`tmem_model::DriverRing`]) against an independent
 //! device side in the same process: rust-vmm's virtio-queue.
 
 use std::io::Read;
 use std::sync::Arc;
 
-use tmem_sim::memory::PAGE_BYTES;
-use tmem_sim::requests::cut;
-use tmem_sim::ring::{RingFull, RingLayout};
-use tmem_sim::{Cut, DriverRing, GuestRam, RamRegion, RingError};
+use tmem_model::memory::PAGE_BYTES;
+use tmem_model::requests::cut;
+use tmem_model::ring::{RingFull, RingLayout};
+use tmem_model::{Cut, DriverRing, GuestRam, RamRegion, RingError};
 use virtio_queue::{Queue, QueueT};
 
 struct Pair {

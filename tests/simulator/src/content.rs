@@ -7,7 +7,7 @@
 //! occur only once, and contain a mark of their guest. So the oracle recognizes such a page in the
 //! memory of another guest.
 
-use tmem_sim::Content;
+use tmem_model::Content;
 
 /// Number of the write that gave a page its contents. Version 0 stands for a page that was never
 /// written. Such a page consists of zero bytes.

@@ -17,8 +17,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use tmem_sim::driver::queue_of;
-use tmem_sim::{Content, Request};
+use tmem_model::driver::queue_of;
+use tmem_model::{Content, Request};
 use virtio_tmem as wire;
 
 use self::gets::{Get, Reader};
@@ -271,7 +271,7 @@ impl Driver {
             return;
         };
         for i in 0..cookies.len() as u64 {
-            let key = tmem_sim::Key {
+            let key = tmem_model::Key {
                 pool: *pool,
                 object: *object,
                 index: index + i,

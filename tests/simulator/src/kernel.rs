@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tmem_sim::Content;
+use tmem_model::Content;
 
 use crate::content::{self, Version};
 use crate::driver::{DEADLINE_NS, Driver, FilePage, Port};

@@ -11,8 +11,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, MutexGuard};
 
 use rustix::event::{EventfdFlags, eventfd};
-use tmem_sim::memory::PAGE_BYTES;
-use tmem_sim::{DirtyLog, GuestRam};
+use tmem_model::memory::PAGE_BYTES;
+use tmem_model::{DirtyLog, GuestRam};
 use tmemd::parts::{Device, Session};
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
 use vhost::vhost_user::message::{
@@ -20,7 +20,7 @@ use vhost::vhost_user::message::{
     VhostUserVringAddrFlags,
 };
 
-use tmem_sim::frontend::F_RETAIN;
+use tmem_model::frontend::F_RETAIN;
 
 use crate::host::{Fuse, SimulatedDaemon};
 use crate::mutation::Mutation;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tmem-world [--seeds N] [--first N] [--mutation NAME] [--threads N] [--trace]`: runs the
+//! `tmem-simulator [--seeds N] [--first N] [--mutation NAME] [--threads N] [--trace]`: runs the
 //! simulator with many seeds, or with the seed in TMEM_SEED, and shrinks the first failure.
 //!
 //! Exits with 1 if a run broke a rule, and with 2 if the arguments are invalid.
@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use tmem_world::{Mutation, Script, run_seeds, run_traced, shrink};
+use tmem_simulator::{Mutation, Script, run_seeds, run_traced, shrink};
 
 /// Default number of seeds to run.
 const SEEDS: u64 = 4_000;
@@ -84,7 +84,7 @@ fn main() -> ExitCode {
     let arguments = match arguments() {
         Ok(arguments) => arguments,
         Err(error) => {
-            eprintln!("tmem-world: {error}");
+            eprintln!("tmem-simulator: {error}");
             return ExitCode::from(2);
         }
     };
@@ -123,7 +123,7 @@ fn main() -> ExitCode {
             let name = mutation.map_or(String::new(), |m| format!(" --mutation {m:?}"));
             println!(
                 "{}: {}\nat step {} of TMEM_SEED={seed}; replay with\n\
-                 TMEM_SEED={seed} cargo run --release -p tmem-world --{name} --trace",
+                 TMEM_SEED={seed} cargo run --release -p tmem-simulator --{name} --trace",
                 found.failure.rule,
                 found.failure.what,
                 found.at,

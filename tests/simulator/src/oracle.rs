@@ -2,13 +2,13 @@
 //! The oracle of one guest. It checks the answers of the guest's device and the requests of the
 //! model of its driver.
 //!
-//! [`tmem_sim::Model`] judges the answers when the device publishes them, even if the guest never
+//! [`tmem_model::Model`] judges the answers when the device publishes them, even if the guest never
 //! takes them. The oracle knows the whole history and is not part of the guest, so that a rollback
 //! of the guest does not affect it. It never passes information to the guest.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
-use tmem_sim::{Answer, Content, Done, Key, Model, Request};
+use tmem_model::{Answer, Content, Done, Key, Model, Request};
 use virtio_tmem as wire;
 
 use crate::content;

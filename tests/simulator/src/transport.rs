@@ -10,11 +10,11 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use tmem_sim::memory::PAGE_BYTES;
-use tmem_sim::model::Asked;
-use tmem_sim::requests::{PAGE, Page, decode};
-use tmem_sim::ring::RingLayout;
-use tmem_sim::{Answer, Buffer, DriverRing, GuestRam, RamRegion, Request, RingError};
+use tmem_model::memory::PAGE_BYTES;
+use tmem_model::model::Asked;
+use tmem_model::requests::{PAGE, Page, decode};
+use tmem_model::ring::RingLayout;
+use tmem_model::{Answer, Buffer, DriverRing, GuestRam, RamRegion, Request, RingError};
 use virtio_tmem as wire;
 
 /// Maximum number of pages or ranges in a request. Batches of this size are large enough to be
@@ -115,7 +115,7 @@ pub struct Flight {
     pub request: Arc<Request>,
     /// Generation that the request carries.
     pub generation: u64,
-    /// Data that [`tmem_sim::Model`] needs to judge the answer.
+    /// Data that [`tmem_model::Model`] needs to judge the answer.
     pub asked: Asked,
     /// Address of the page with the request's metadata and answer.
     pub page: u64,

@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use tmem_model::driver::queue_of;
+use tmem_model::requests::{GET_PAGE_BYTES, RESP_BYTES};
 use tmem_pool::{Put, PutResult};
-use tmem_sim::driver::queue_of;
-use tmem_sim::requests::{GET_PAGE_BYTES, RESP_BYTES};
 use virtio_tmem as wire;
 
 use crate::content::{self, Version};
@@ -534,7 +534,7 @@ impl World {
             guest.oracle.nothing_new(transport);
             return;
         }
-        let queue_of = |key: tmem_sim::Key| queue_of(queues, key.object, key.index);
+        let queue_of = |key: tmem_model::Key| queue_of(queues, key.object, key.index);
         let kept = guest.oracle.observe(transport, queue_of);
         let generation = guest.oracle.model.generation();
         self.kept

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io::Write;
 
-use tmem_world::{Mutation, Script, Step, run, run_seeds, run_traced, shrink};
+use tmem_simulator::{Mutation, Script, Step, run, run_seeds, run_traced, shrink};
 
 /// Number of seeds within which the simulator must detect each broken rule. `make check` runs as
 /// many seeds without a broken rule.
@@ -163,14 +163,14 @@ fn the_simulator_detects_each_mutation() {
 /// The output of a failing simulator run contains a complete command that replays the run.
 #[test]
 fn a_failed_simulation_prints_its_replay_command() {
-    let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
+    let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-simulator"));
     let program = program.args(["--mutation", "MissTaken", "--seeds", "20"]);
     let output = program
         .env_remove("TMEM_SEED")
         .output()
         .expect("cannot run the simulator");
     let stdout = String::from_utf8_lossy(&output.stdout);
-    let command = "cargo run --release -p tmem-world -- --mutation MissTaken --trace";
+    let command = "cargo run --release -p tmem-simulator -- --mutation MissTaken --trace";
     assert!(
         stdout.contains(command),
         "the simulator's output lacks the command that repeats the failed run: {stdout}"

@@ -3,7 +3,7 @@
 //!
 //! [`TestDaemon`] is a complete daemon in the test's process, with its files in a directory of its
 //! own. [`HeadlessDaemon`] is a daemon without sockets and background threads. The code that uses
-//! it calls the background work. Out of scope: guests, which are in `tmem-sim`. [`module_graph`]
+//! it calls the background work. Out of scope: guests, which are in `tmem-model`. [`module_graph`]
 //! finds import cycles in a crate.
 
 mod daemon;

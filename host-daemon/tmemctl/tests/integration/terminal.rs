@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
-use tmem_sim::{Driver, DriverConfig, GuestConfig};
+use tmem_model::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
 /// Longest time that a test waits for text on the screen. A long limit does no harm on a loaded

@@ -510,7 +510,7 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Command, Output};
     use std::sync::Arc;
-    use tmem_sim::{Missing, skipped};
+    use tmem_model::{Missing, skipped};
     use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
     fn config(run_directory: &Path) -> Config {

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
     use rustix::fs::{Gid, Uid};
     use rustix::fs::{MemfdFlags, Mode, fchmod, fchown, fcntl_add_seals, memfd_create};
-    use tmem_sim::{Missing, skipped};
+    use tmem_model::{Missing, skipped};
 
     const OTHER_USER: u32 = 4242;
 

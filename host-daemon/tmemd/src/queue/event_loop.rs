@@ -49,7 +49,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::mpsc;
     use std::time::Duration;
-    use tmem_sim::{Missing, skipped};
+    use tmem_model::{Missing, skipped};
 
     fn pollers() -> Vec<(EventLoop, Box<dyn Poller>)> {
         let one = |kind| create(kind, 1).map(|mut pollers| (kind, pollers.remove(0)));

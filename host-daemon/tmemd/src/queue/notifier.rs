@@ -241,7 +241,7 @@ mod tests {
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
     use std::sync::mpsc;
     use std::time::{Duration, Instant};
-    use tmem_sim::{Missing, skipped};
+    use tmem_model::{Missing, skipped};
 
     fn count(fd: &OwnedFd) -> u64 {
         let mut bytes = [0; 8];

@@ -78,7 +78,7 @@ impl NotifierRing {
 mod tests {
     use super::*;
     use rustix::event::{EventfdFlags, eventfd};
-    use tmem_sim::{Missing, skipped};
+    use tmem_model::{Missing, skipped};
 
     /// An attacker who controls a thread could submit operations of other kinds, which seccomp does
     /// not see.

@@ -247,7 +247,7 @@ impl Poller for Uring {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tmem_sim::{Missing, skipped};
+    use tmem_model::{Missing, skipped};
 
     /// The ring must refuse operations that workers do not use. An attacker who controls a worker
     /// thread could submit them.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 use tempfile::TempDir;
-use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
+use tmem_model::{Driver, DriverConfig, GuestConfig, Request};
 use virtio_tmem as wire;
 
 /// Longest time that a test waits for a condition. It is long enough for a busy machine and a debug
@@ -437,7 +437,7 @@ pub fn every_queue_answers(driver: &mut Driver) {
         assert!(driver.send(queue, get, vec![]));
         driver.settle().unwrap();
     }
-    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    let report = Request::Report(Box::new([0; tmem_model::requests::REPORT_BYTES]));
     assert!(driver.send(wire::CONTROL_QUEUE, report, vec![]));
     driver.settle().unwrap();
 }

@@ -5,8 +5,8 @@
 
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
+use tmem_model::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
 use tmem_pool::{PAGE_SIZE, Page};
-use tmem_sim::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
@@ -114,7 +114,7 @@ impl Guest {
     /// # Errors
     /// The daemon refuses the connection or the guest's pool.
     pub fn connect(&mut self, stream: UnixStream) -> Result<(), String> {
-        let fault = |error: tmem_sim::GuestError| error.to_string();
+        let fault = |error: tmem_model::GuestError| error.to_string();
         self.guest.connect_stream(stream).map_err(fault)?;
         self.guest.start().map_err(fault)?;
         let create = Request::PoolCreate {

@@ -15,8 +15,8 @@ use crate::report::progress;
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
+use tmem_model::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
 use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant};
-use tmem_sim::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
 use tmemd::config::EventLoop;
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
@@ -182,7 +182,7 @@ impl Attacker {
     }
 
     fn connect(&mut self, stream: UnixStream) -> Result<(), String> {
-        let fault = |error: tmem_sim::GuestError| error.to_string();
+        let fault = |error: tmem_model::GuestError| error.to_string();
         self.guest.connect_stream(stream).map_err(fault)?;
         self.guest.start().map_err(fault)?;
         let create = Request::PoolCreate {

@@ -3,8 +3,8 @@
 //! and a pool. It learns the generation from the device's configuration, which it reads after a
 //! reset and after a notification only, and from the answers to GENERATION requests.
 
-use tmem_sim::Request;
-use tmem_sim::requests::REPORT_BYTES;
+use tmem_model::Request;
+use tmem_model::requests::REPORT_BYTES;
 use virtio_tmem as wire;
 
 use super::{ASK_NS, CONTROL_NS, Driver, Port, REPORT_NS};

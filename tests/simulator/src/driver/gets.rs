@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use tmem_sim::requests::Page;
-use tmem_sim::{Answer, Key, Request};
+use tmem_model::requests::Page;
+use tmem_model::{Answer, Key, Request};
 use virtio_tmem as wire;
 
 use super::{DEADLINE_NS, Driver, FilePage, LATE_ROW_MAX, Port};

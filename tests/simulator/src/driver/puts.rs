@@ -4,7 +4,7 @@
 //!
 //! A put never waits. If a put is dropped or refused, the index has no entry for its page.
 
-use tmem_sim::{Answer, Content, Key, PutPage, Range as Ranged, Request};
+use tmem_model::{Answer, Content, Key, PutPage, Range as Ranged, Request};
 use virtio_tmem as wire;
 
 use super::{Driver, Entry, Port};

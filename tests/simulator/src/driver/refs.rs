@@ -5,7 +5,7 @@
 //!
 //! Out of scope: the marking of entries as retained, which gets do.
 
-use tmem_sim::{Answer, Content, Key, RefPage, Request};
+use tmem_model::{Answer, Content, Key, RefPage, Request};
 use virtio_tmem as wire;
 
 use super::{Driver, FilePage, Port};
