@@ -18,9 +18,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tmem_model::{
-    Driver, DriverConfig, GuestConfig, Key, Missing, PutPage, RamRegion, Request, skipped,
+    Driver, DriverConfig, GuestConfig, Key, Missing, PutPage, RamRegion, Request, TestDaemon,
+    skipped,
 };
-use tmem_testing::TestDaemon;
 use vhost::VhostBackend;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 

@@ -9,7 +9,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use tmem_control::{ErrorKind, Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
-use tmem_testing::TestDaemon;
+use tmem_model::TestDaemon;
 use tmemd::config::VMS_MAX;
 
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";

@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
+use tmem_model::HeadlessDaemon;
 use tmem_pool::{Get, GetResult, Put, PutResult, Tenant, TenantStats};
-use tmem_testing::HeadlessDaemon;
 use tmemd::events::bus::{Events, Subscription};
 use tmemd::parts::{
     ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session, SimulatedClock, Vm,

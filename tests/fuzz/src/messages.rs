@@ -21,8 +21,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::retry_on_intr;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use tmem_model::{Driver, DriverConfig, GuestConfig, Request};
-use tmem_testing::TestDaemon;
+use tmem_model::{Driver, DriverConfig, GuestConfig, Request, TestDaemon};
 
 use crate::input::Input;
 use crate::ram::{BASE, Ram, TOP};

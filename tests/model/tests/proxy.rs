@@ -9,9 +9,9 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
+use tmem_model::TestDaemon;
 use tmem_model::frontend::CONFIG_BYTES;
 use tmem_model::{FakeGuest, GuestConfig, Request};
-use tmem_testing::TestDaemon;
 use virtio_tmem as wire;
 
 /// Longest time for which a test waits.

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
+use tmem_model::HeadlessDaemon;
 use tmem_pool::Quota;
-use tmem_testing::HeadlessDaemon;
 use tmemd::parts::{
     ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session, SimulatedClock, Vm,
     WorkerContext, Workers,

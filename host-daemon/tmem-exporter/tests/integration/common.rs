@@ -7,8 +7,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
-use tmem_model::{Driver, DriverConfig, GuestConfig};
-use tmem_testing::TestDaemon;
+use tmem_model::{Driver, DriverConfig, GuestConfig, TestDaemon};
 
 /// Longest time that a test waits for a result. It is long, so that no wait fails on a loaded
 /// machine.

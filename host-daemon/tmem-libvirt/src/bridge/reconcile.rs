@@ -348,7 +348,7 @@ mod tests {
     use super::*;
     use std::cell::RefCell;
     use std::os::unix::net::UnixStream;
-    use tmem_testing::TestDaemon;
+    use tmem_model::TestDaemon;
 
     const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 

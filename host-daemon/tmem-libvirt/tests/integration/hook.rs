@@ -15,7 +15,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
-use tmem_testing::TestDaemon;
+use tmem_model::TestDaemon;
 use tmemd::PressureConfig;
 
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";

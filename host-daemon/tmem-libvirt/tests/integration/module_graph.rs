@@ -6,5 +6,5 @@ use std::path::Path;
 #[test]
 fn source_files_have_no_import_cycle() {
     let source = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src"));
-    assert_eq!(tmem_testing::module_graph::import_cycle(source), None);
+    assert_eq!(tmem_model::module_graph::import_cycle(source), None);
 }

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::time::Duration;
-use tmem_testing::TestDaemon;
+use tmem_model::TestDaemon;
 
 fn host() -> TestDaemon {
     TestDaemon::start(&[

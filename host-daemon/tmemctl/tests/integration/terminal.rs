@@ -11,8 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
-use tmem_model::{Driver, DriverConfig, GuestConfig};
-use tmem_testing::TestDaemon;
+use tmem_model::{Driver, DriverConfig, GuestConfig, TestDaemon};
 
 /// Longest time that a test waits for text on the screen. A long limit does no harm on a loaded
 /// machine, because no test measures a time.

@@ -9,8 +9,8 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tmem_model::HeadlessDaemon;
 use tmem_pool::{Quota, Tenant};
-use tmem_testing::HeadlessDaemon;
 use tmemd::config::{EventLoop, Waiting};
 use tmemd::parts::{ClockAndEntropy, ConnectionContext, Peer, Workers, serve};
 
