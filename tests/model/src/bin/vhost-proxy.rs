@@ -278,6 +278,16 @@ fn keep_connected(proxy: &Mutex<Proxy>) {
     }
 }
 
+/// Defines the handlers of messages that the proxy does not offer. The trait demands a handler for
+/// every message.
+macro_rules! refuse {
+    ($($message:ident($($argument:ty),*) -> $result:ty;)*) => {$(
+        fn $message(&mut self, $(_: $argument),*) -> Result<$result> {
+            Err(Error::InvalidOperation("not offered"))
+        }
+    )*};
+}
+
 impl VhostUserBackendReqHandlerMut for Proxy {
     fn set_owner(&mut self) -> Result<()> {
         Ok(())
@@ -285,10 +295,6 @@ impl VhostUserBackendReqHandlerMut for Proxy {
 
     fn reset_owner(&mut self) -> Result<()> {
         Ok(())
-    }
-
-    fn reset_device(&mut self) -> Result<()> {
-        Err(Error::InvalidOperation("not offered"))
     }
 
     fn get_features(&mut self) -> Result<u64> {
@@ -428,62 +434,22 @@ impl VhostUserBackendReqHandlerMut for Proxy {
         read.map(|(_, bytes)| bytes).map_err(refused)
     }
 
-    fn set_config(&mut self, _: u32, _: &[u8], _: VhostUserConfigFlags) -> Result<()> {
-        Err(Error::InvalidOperation("the configuration is read-only"))
-    }
-
-    fn set_gpu_socket(&mut self, _: GpuBackend) -> Result<()> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn get_shared_object(&mut self, _: VhostUserSharedMsg) -> Result<File> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn get_inflight_fd(&mut self, _: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn set_inflight_fd(&mut self, _: &VhostUserInflight, _: File) -> Result<()> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn add_mem_region(
-        &mut self,
-        _: &VhostUserSingleMemoryRegion,
-        _: File,
-        _: Option<bool>,
-    ) -> Result<Option<VhostUserMemoryRegionBase>> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn remove_mem_region(&mut self, _: &VhostUserSingleMemoryRegion) -> Result<()> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn set_device_state_fd(
-        &mut self,
-        _: VhostTransferStateDirection,
-        _: VhostTransferStatePhase,
-        _: File,
-    ) -> Result<Option<File>> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn check_device_state(&mut self) -> Result<()> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
-        Err(Error::InvalidOperation("not offered"))
-    }
-
-    fn set_log_base(&mut self, _: &VhostUserLog, _: File) -> Result<()> {
-        Err(Error::InvalidOperation("not offered"))
+    refuse! {
+        reset_device() -> ();
+        set_config(u32, &[u8], VhostUserConfigFlags) -> ();
+        set_gpu_socket(GpuBackend) -> ();
+        get_shared_object(VhostUserSharedMsg) -> File;
+        get_inflight_fd(&VhostUserInflight) -> (VhostUserInflight, File);
+        set_inflight_fd(&VhostUserInflight, File) -> ();
+        get_max_mem_slots() -> u64;
+        add_mem_region(&VhostUserSingleMemoryRegion, File, Option<bool>)
+            -> Option<VhostUserMemoryRegionBase>;
+        remove_mem_region(&VhostUserSingleMemoryRegion) -> ();
+        set_device_state_fd(VhostTransferStateDirection, VhostTransferStatePhase, File)
+            -> Option<File>;
+        check_device_state() -> ();
+        get_shmem_config() -> VhostUserShMemConfig;
+        set_log_base(&VhostUserLog, File) -> ();
     }
 }
 
