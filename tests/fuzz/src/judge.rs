@@ -3,15 +3,14 @@
 //! chain from the guest's memory, without the daemon's parser and without the library with which
 //! the daemon walks chains.
 //!
-//! Out of scope: running the daemon, and reading what it wrote (see `machine.rs`).
-
-use std::collections::{BTreeSet, HashMap};
-use std::rc::Rc;
+//! The oracle of `tmem-model` judges the answers to well-formed requests. Out of scope: running the
+//! daemon, and reading what it wrote (see `machine.rs`).
 
 use tmem_model::requests::{
-    GENERATION_BYTES, GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, REPORT_BYTES,
-    REQ_BYTES, RESP_BYTES,
+    GENERATION_BYTES, GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, REF_PAGE_BYTES,
+    REPORT_BYTES, REQ_BYTES, RESP_BYTES, decode,
 };
+use tmem_model::{Done, Model, PutPage, Range, RefPage, Request, Violation};
 use virtio_tmem as wire;
 
 use crate::ram::Ram;
@@ -21,7 +20,6 @@ const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 const DESCRIPTOR: u64 = 16;
 const RANGE_BYTES: usize = 24;
-const REF_PAGE_BYTES: usize = 24;
 
 /// Piece of guest memory: its address and length in bytes.
 pub type Piece = (u64, u64);
@@ -120,42 +118,22 @@ impl Chain {
     }
 }
 
-/// Key of a page: pool, object and index.
-type Key = (u32, u64, u64);
-/// Contents of a page, shared by reference count.
-type Page = Rc<[u8]>;
-
-/// Contents of a well-formed request, by its type.
-enum Asked {
-    Put(Vec<(u64, u64, u64, Page)>),
-    /// A GET: object, first index, cookies, and the bits of pages that the device may retain.
-    Get(u64, u64, Vec<u64>, u64),
-    Ref(Vec<(u64, u64, u64)>),
-    Flush(Vec<(u64, u64, u64)>),
-    Create,
-    Destroy,
-    Generation,
-    Told,
-}
-
 /// Reaction to a descriptor chain that the specification requires.
 pub enum Due {
     /// The device gives no answer and stops the queue.
     Stop,
     /// The device answers with one of these statuses and does not execute the request.
     Refused(&'static [u8]),
-    /// The device executes the request.
-    Run(Carry),
+    /// The device answers this well-formed request, and executes it if the generation is current.
+    Answer {
+        /// Generation that the request carries.
+        generation: u64,
+        /// The request that the chain contains.
+        request: Request,
+    },
 }
 
-/// A well-formed request, which the device must execute.
-pub struct Carry {
-    generation: u64,
-    pool: u32,
-    asked: Asked,
-}
-
-const ODD: Due = Due::Refused(&[wire::S_BAD, wire::S_UNSUPPORTED]);
+const MALFORMED: Due = Due::Refused(&[wire::S_BAD, wire::S_UNSUPPORTED]);
 
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
@@ -213,11 +191,11 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
         return Due::Stop;
     }
     if bytes.len() < REQ_BYTES || out_of_order {
-        return ODD;
+        return MALFORMED;
     }
     let (kind, count, pool) = (u16_at(bytes, 8), u16_at(bytes, 10), u32_at(bytes, 12));
     let Some((readable, writable)) = sizes(kind, count) else {
-        return ODD;
+        return MALFORMED;
     };
     let no_pool = matches!(
         kind,
@@ -227,279 +205,285 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
     let shaped = bytes.len() == readable && room == writable as u64 && control == for_control;
     let allowed = match kind {
         wire::T_GET if retain => u64::MAX >> (64 - u32::from(count)),
-        wire::T_REF if !retain => return ODD,
+        wire::T_REF if !retain => return MALFORMED,
         _ => 0,
     };
     let bits = u64_at(bytes, 16);
     if !shaped || bits & !allowed != 0 || (pool == 0 && !no_pool) {
-        return ODD;
+        return MALFORMED;
     }
     let (body, n) = (&bytes[REQ_BYTES..], usize::from(count));
-    let asked = match kind {
+    let key = |bytes: &[u8]| (u64_at(bytes, 0), u64_at(bytes, 8), u64_at(bytes, 16));
+    let request = match kind {
         wire::T_PUT => {
             let (keys, data) = body.split_at(n * PUT_PAGE_BYTES);
             let mut pages = Vec::new();
-            for (key, page) in keys.chunks(PUT_PAGE_BYTES).zip(data.chunks(PAGE)) {
-                let (object, index, cookie) = (u64_at(key, 0), u64_at(key, 8), u64_at(key, 16));
-                let flags = u32_at(key, 24);
-                let known = flags & !wire::PUT_WORKINGSET == 0 && u32_at(key, 28) == 0;
+            for (bytes, page) in keys.chunks(PUT_PAGE_BYTES).zip(data.chunks(PAGE)) {
+                let (object, index, cookie) = key(bytes);
+                let flags = u32_at(bytes, 24);
+                let known = flags & !wire::PUT_WORKINGSET == 0 && u32_at(bytes, 28) == 0;
                 if !exist(object, index, 1) || cookie == 0 || !known {
-                    return ODD;
+                    return MALFORMED;
                 }
-                pages.push((object, index, cookie, page.into()));
+                let page = page.to_vec().into_boxed_slice();
+                pages.push(PutPage {
+                    object,
+                    index,
+                    cookie,
+                    flags,
+                    page: page.try_into().expect("the slice does not have a page"),
+                });
             }
-            Asked::Put(pages)
+            Request::Put { pool, pages }
         }
         wire::T_GET => {
             let (object, index) = (u64_at(body, 0), u64_at(body, 8));
             if !exist(object, index, n as u64) {
-                return ODD;
+                return MALFORMED;
             }
             let cookies = body[16..].chunks(8).map(|cookie| u64_at(cookie, 0));
-            Asked::Get(object, index, cookies.collect(), bits)
+            Request::Get {
+                pool,
+                object,
+                index,
+                cookies: cookies.collect(),
+                retain: bits,
+            }
         }
         wire::T_REF => {
-            let pages = body.chunks(REF_PAGE_BYTES);
-            let pages = pages.map(|p| (u64_at(p, 0), u64_at(p, 8), u64_at(p, 16)));
+            let pages = body.chunks(REF_PAGE_BYTES).map(key);
+            let pages = pages.map(|(object, index, cookie)| RefPage {
+                object,
+                index,
+                cookie,
+            });
             let pages: Vec<_> = pages.collect();
-            if !pages.iter().all(|p| exist(p.0, p.1, 1) && p.2 != 0) {
-                return ODD;
+            let valid = |p: &RefPage| exist(p.object, p.index, 1) && p.cookie != 0;
+            if !pages.iter().all(valid) {
+                return MALFORMED;
             }
-            Asked::Ref(pages)
+            Request::Ref { pool, pages }
         }
         wire::T_FLUSH => {
-            let ranges = body.chunks(RANGE_BYTES);
-            let ranges = ranges.map(|r| (u64_at(r, 0), u64_at(r, 8), u64_at(r, 16)));
+            let ranges = body.chunks(RANGE_BYTES).map(key);
+            let ranges = ranges.map(|(object, index, nr_pages)| Range {
+                object,
+                index,
+                nr_pages,
+            });
             let ranges: Vec<_> = ranges.collect();
-            if !ranges.iter().all(|r| exist(r.0, r.1, r.2)) {
-                return ODD;
+            if !ranges.iter().all(|r| exist(r.object, r.index, r.nr_pages)) {
+                return MALFORMED;
             }
-            Asked::Flush(ranges)
+            Request::Flush { pool, ranges }
         }
-        wire::T_POOL_CREATE if u64_at(body, 0) != 0 => return ODD,
-        wire::T_POOL_CREATE => Asked::Create,
-        wire::T_POOL_DESTROY => Asked::Destroy,
-        wire::T_GENERATION => Asked::Generation,
-        wire::T_REPORT if u32_at(body, 4) > wire::R_POISONED => return ODD,
-        _ => Asked::Told,
+        wire::T_POOL_CREATE if u64_at(body, 0) != 0 => return MALFORMED,
+        wire::T_POOL_CREATE => Request::PoolCreate { pool, flags: 0 },
+        wire::T_POOL_DESTROY => Request::PoolDestroy { pool },
+        wire::T_GENERATION => Request::Generation,
+        wire::T_REPORT if u32_at(body, 4) > wire::R_POISONED => return MALFORMED,
+        wire::T_REPORT => {
+            let report = body.try_into().expect("the body does not have a report");
+            Request::Report(Box::new(report))
+        }
+        _ => {
+            let latencies = body.try_into().expect("the body does not have latencies");
+            Request::Latencies(Box::new(latencies))
+        }
     };
-    Due::Run(Carry {
+    Due::Answer {
         generation: u64_at(bytes, 0),
-        pool,
-        asked,
-    })
+        request,
+    }
 }
 
-/// A page that the device has stored.
-struct Held {
-    cookie: u64,
-    page: Page,
-    /// Whether the device must still have the page. False after a get that named another cookie
-    /// than the page's: the get missed, and the device may drop the page at such a get.
-    certain: bool,
+/// Checks the bytes that the device wrote as its answer to a request. Updates the model.
+///
+/// # Errors
+/// When the specification forbids the answer.
+pub fn judge(
+    model: &mut Model,
+    queue: usize,
+    (generation, request): (u64, Request),
+    written: &[u8],
+) -> Result<(), Violation> {
+    let data = request.answer_sizes().0;
+    let answer = decode(&request, written.len() as u32, written, |page| {
+        let page = &written[data + page * PAGE..][..PAGE];
+        Box::new(page.try_into().expect("the slice does not have a page"))
+    });
+    let done = Done {
+        token: 0,
+        queue,
+        request,
+        generation,
+        answer,
+    };
+    // The request has the bytes of its pages, and only one queue has work.
+    let sent = model.record_request(Vec::new());
+    model.judge(&sent, &done, |_| queue)
 }
 
-/// Model of the guest's pools and of the pages that the device may hold.
-#[derive(Default)]
-pub struct Model {
-    generation: u64,
-    pools: BTreeSet<u32>,
-    held: HashMap<Key, Held>,
-    /// Whether a drain has begun. From then on, the device may answer gets of pages that it holds
-    /// with a miss, and may drop these pages.
-    pub drained: bool,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tmem_model::Content;
 
-impl Model {
-    /// Begins a generation, in which the device has no pool and no page yet.
-    pub fn begin(&mut self, generation: u64) {
-        assert!(generation != 0 && generation != self.generation);
-        *self = Model {
-            generation,
-            ..Model::default()
+    const GENERATION: u64 = 7;
+
+    fn put(cookies: &[u64]) -> Request {
+        let page = |(index, cookie): (u64, &u64)| PutPage {
+            object: 2,
+            index,
+            cookie: *cookie,
+            flags: wire::PUT_WORKINGSET,
+            page: Content::Noise(*cookie).page(),
         };
-    }
-
-    /// Returns the generation that requests must carry now.
-    pub fn generation(&self) -> u64 {
-        self.generation
-    }
-
-    fn status(&self, carry: &Carry) -> u8 {
-        let live = self.pools.contains(&carry.pool);
-        match carry.asked {
-            Asked::Generation => wire::S_OK,
-            _ if carry.generation != self.generation => wire::S_STALE,
-            Asked::Create if live => wire::S_BAD,
-            Asked::Create if self.pools.len() >= wire::POOLS_MAX => wire::S_LIMIT,
-            Asked::Create | Asked::Told => wire::S_OK,
-            _ if !live => wire::S_NO_POOL,
-            _ => wire::S_OK,
+        Request::Put {
+            pool: 1,
+            pages: (3..).zip(cookies).map(page).collect(),
         }
     }
 
-    /// Asserts that the bytes that the device wrote are a correct answer to a request. Updates the
-    /// model.
-    pub fn judge(&mut self, carry: &Carry, answer: &[u8]) {
-        let status = self.status(carry);
-        assert_eq!(
-            answer[0], status,
-            "the answer has another status than expected"
-        );
-        let (pool, ok) = (carry.pool, status == wire::S_OK);
-        let results = &answer[RESP_BYTES..];
-        match &carry.asked {
-            Asked::Put(pages) => {
-                assert_eq!(
-                    results.len(),
-                    pages.len(),
-                    "the results of a PUT have the wrong length"
-                );
-                for ((object, index, cookie, page), result) in pages.iter().zip(results) {
-                    let key = (pool, *object, *index);
-                    match *result {
-                        wire::P_STORED if ok => {
-                            let held = Held {
-                                cookie: *cookie,
-                                page: page.clone(),
-                                certain: true,
-                            };
-                            self.held.insert(key, held);
-                        }
-                        wire::P_REFUSED if ok => {
-                            self.held.remove(&key);
-                        }
-                        wire::P_REFUSED => {}
-                        other => panic!("a PUT has the unknown result {other}"),
-                    }
+    fn get(pool: u32, cookies: &[u64], retain: u64) -> Request {
+        Request::Get {
+            pool,
+            object: 2,
+            index: 3,
+            cookies: cookies.to_vec(),
+            retain,
+        }
+    }
+
+    fn refer(cookies: &[u64]) -> Request {
+        let page = |(index, cookie): (u64, &u64)| RefPage {
+            object: 2,
+            index,
+            cookie: *cookie,
+        };
+        Request::Ref {
+            pool: 1,
+            pages: (3..).zip(cookies).map(page).collect(),
+        }
+    }
+
+    /// Returns an answer as bytes: the status, and what follows it.
+    fn bytes(status: u8, rest: &[u8]) -> Vec<u8> {
+        [&[status, 0, 0, 0, 0, 0, 0, 0], rest].concat()
+    }
+
+    /// Returns the result of a page of a GET: the cookie of a hit, or 0 for a miss.
+    fn result(cookie: u64, flags: u8) -> Vec<u8> {
+        let result = if cookie == 0 {
+            wire::P_MISS
+        } else {
+            wire::P_HIT
+        };
+        [&cookie.to_le_bytes()[..], &[result, flags], &[0; 6]].concat()
+    }
+
+    /// Judges the correct answers to a sequence of requests, and each of these answers with one
+    /// changed byte, a missing byte and a byte too many. The specification allows one answer only
+    /// for each request, because the device has memory for all pages.
+    #[test]
+    fn a_changed_byte_of_an_answer_is_a_violation() {
+        let noise = |cookie| Content::Noise(cookie).page().to_vec();
+        let create = Request::PoolCreate { pool: 1, flags: 0 };
+        let range = Range {
+            object: 2,
+            index: 4,
+            nr_pages: 1,
+        };
+        let flush = Request::Flush {
+            pool: 1,
+            ranges: vec![range],
+        };
+        let (kept, retained) = (result(12, 0), result(10, wire::GET_RETAINED));
+        let stored = [wire::P_STORED; 3];
+        let steps = [
+            (create.clone(), bytes(wire::S_OK, &[])),
+            (create, bytes(wire::S_BAD, &[])),
+            (
+                Request::Generation,
+                bytes(wire::S_OK, &GENERATION.to_le_bytes()),
+            ),
+            (put(&[10, 11, 12]), bytes(wire::S_OK, &stored)),
+            (
+                get(1, &[10, 99, 12], 1),
+                bytes(
+                    wire::S_OK,
+                    &[
+                        retained,
+                        result(0, 0),
+                        kept,
+                        noise(10),
+                        vec![0; PAGE],
+                        noise(12),
+                    ]
+                    .concat(),
+                ),
+            ),
+            (
+                refer(&[10, 99, 12]),
+                bytes(wire::S_OK, &[wire::P_HELD, wire::P_GONE, wire::P_GONE]),
+            ),
+            (flush, bytes(wire::S_OK, &[])),
+            (
+                get(1, &[10, 11, 12], 0),
+                bytes(
+                    wire::S_OK,
+                    &[result(10, 0), result(0, 0), result(0, 0), noise(10)].concat(),
+                ),
+            ),
+            (get(2, &[10], 0), bytes(wire::S_NO_POOL, &result(0, 0))),
+            (Request::PoolDestroy { pool: 1 }, bytes(wire::S_OK, &[])),
+            (put(&[13]), bytes(wire::S_NO_POOL, &[wire::P_REFUSED])),
+            (refer(&[10]), bytes(wire::S_NO_POOL, &[wire::P_GONE])),
+        ];
+        let mut model = Model::new("guest").lossless();
+        model.begin(GENERATION).unwrap();
+        for (request, written) in steps {
+            let chain = request.encode(GENERATION);
+            let readable = [chain.meta.clone(), chain.data.clone()].concat();
+            let room = chain.answer_bytes() as u64;
+            let parsed = match due(request.is_control(), &readable, room, false, true) {
+                Due::Answer {
+                    generation,
+                    request,
+                } => (generation, request),
+                _ => panic!("a well-formed request counts as malformed: {request:?}"),
+            };
+            assert_eq!(parsed, (GENERATION, request.clone()));
+            let judged = |written: &[u8]| judge(&mut model.clone(), 1, parsed.clone(), written);
+            // Leave out the data of the second page, which is a miss: its bytes have no meaning.
+            let data = request.answer_sizes().0;
+            let miss = data + PAGE..data + 2 * PAGE;
+            for at in (0..written.len()).filter(|at| !miss.contains(at)) {
+                // Change each byte of the metadata, and some bytes of the pages.
+                if at > 64 && at % 97 > 0 && at + 1 < written.len() {
+                    continue;
                 }
-            }
-            Asked::Ref(pages) => {
-                assert_eq!(
-                    results.len(),
-                    pages.len(),
-                    "the results of a REF have the wrong length"
-                );
-                for ((object, index, cookie), result) in pages.iter().zip(results) {
-                    let key = (pool, *object, *index);
-                    let held = self.held.get(&key).filter(|_| ok);
-                    let held = held.filter(|held| held.cookie == *cookie);
-                    match (*result, held) {
-                        (wire::P_HELD, Some(_)) | (wire::P_GONE, None) => {}
-                        (wire::P_GONE, Some(held)) => {
-                            let lost = held.certain && !self.drained;
-                            assert!(
-                                !lost,
-                                "a REF was answered with GONE although the page {key:?} is stored"
-                            );
-                            self.held.remove(&key);
-                        }
-                        (other, _) => {
-                            panic!("a REF of a page that is not stored has result {other}")
-                        }
-                    }
-                }
-            }
-            Asked::Get(object, index, cookies, retain) => {
-                let data = cookies.len() * GET_PAGE_BYTES;
-                assert!(
-                    results.len() >= data,
-                    "the answer to a GET is too short for its results"
-                );
-                let mut end = data;
-                for (number, cookie) in cookies.iter().enumerate() {
-                    let key = (pool, *object, index + number as u64);
-                    let result = &results[number * GET_PAGE_BYTES..][..GET_PAGE_BYTES];
-                    assert_eq!(
-                        result[10..],
-                        [0; 6],
-                        "a reserved byte in a result of a GET is not 0"
-                    );
-                    let retained = match result[9] {
-                        0 => false,
-                        wire::GET_RETAINED => true,
-                        other => panic!("a result of a GET has the unknown flags {other}"),
-                    };
-                    let may_retain = result[8] == wire::P_HIT && retain >> number & 1 != 0;
+                for bit in [1, 0x80] {
+                    let mut wrong = written.clone();
+                    wrong[at] ^= bit;
+                    // The device need not retain the page for which the request allows it.
+                    let not_retained = request.retain() & 1 == 1 && (at, bit) == (17, 1);
                     assert!(
-                        !retained || may_retain,
-                        "a get retained the page {key:?} although req.retain does not allow it"
+                        judged(&wrong).is_err() || not_retained,
+                        "byte {at} may be {:#x} in the answer to {request:?}",
+                        wrong[at]
                     );
-                    let held = self.held.get_mut(&key).filter(|_| ok);
-                    match (result[8], held) {
-                        (wire::P_MISS, held) => {
-                            assert_eq!(u64_at(result, 0), 0, "the result of a miss names a cookie");
-                            if let Some(held) = held {
-                                let lost = held.certain && held.cookie == *cookie;
-                                assert!(
-                                    !lost || self.drained,
-                                    "a get missed although the page {key:?} is stored"
-                                );
-                                held.certain = false;
-                            }
-                        }
-                        (wire::P_HIT, Some(held)) => {
-                            assert_eq!(
-                                held.cookie, *cookie,
-                                "a get was a hit, although the stored page has another cookie"
-                            );
-                            assert_eq!(
-                                u64_at(result, 0),
-                                *cookie,
-                                "the result of a hit names the wrong cookie"
-                            );
-                            let from = data + number * PAGE;
-                            end = from + PAGE;
-                            assert!(
-                                results[from..end] == *held.page,
-                                "a get returned wrong bytes for the page {key:?}"
-                            );
-                            if !retained {
-                                self.held.remove(&key);
-                            }
-                        }
-                        (other, _) => {
-                            panic!("a GET of a page that is not stored has result {other}")
-                        }
-                    }
                 }
-                assert_eq!(
-                    results.len(),
-                    end,
-                    "the answer to a GET has the wrong length"
-                );
             }
-            Asked::Generation => {
-                assert_eq!(
-                    results,
-                    self.generation.to_le_bytes(),
-                    "the answer to a GENERATION has another generation than the current one"
-                );
-            }
-            asked => {
+            let more = [&written[..], &[0]].concat();
+            for wrong in [&written[..written.len() - 1], &more] {
+                let length = wrong.len();
                 assert!(
-                    results.is_empty(),
-                    "the answer to a request without results has bytes after the status"
+                    length < RESP_BYTES || judged(wrong).is_err(),
+                    "an answer to {request:?} may have {length} bytes"
                 );
-                match asked {
-                    _ if !ok => {}
-                    Asked::Flush(ranges) => self.held.retain(|key, _| {
-                        !ranges.iter().any(|(object, index, pages)| {
-                            let to_end = *pages == wire::TO_END;
-                            let inside = key.2 >= *index && (to_end || key.2 - index < *pages);
-                            key.0 == pool && key.1 == *object && inside
-                        })
-                    }),
-                    Asked::Create => {
-                        self.pools.insert(pool);
-                    }
-                    Asked::Destroy => {
-                        self.pools.remove(&pool);
-                        self.held.retain(|key, _| key.0 != pool);
-                    }
-                    _ => {}
-                }
             }
+            judge(&mut model, 1, parsed, &written).unwrap();
         }
     }
 }

@@ -12,6 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::MutexGuard;
 
 use rustix::event::{EventfdFlags, eventfd};
+use tmem_model::Model;
 use tmemd::parts::Device;
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
 use vhost::vhost_user::message::{
@@ -20,7 +21,7 @@ use vhost::vhost_user::message::{
 use virtio_tmem as wire;
 
 use crate::host::{FuzzedDaemon, lock};
-use crate::judge::{Chain, Due, Model, Piece, due, walk};
+use crate::judge::{Chain, Due, Piece, due, judge, walk};
 use crate::ram::{BASE, Ram};
 
 const F_VERSION_1: u64 = 1 << 32;
@@ -130,7 +131,7 @@ impl Machine {
             host: FuzzedDaemon::new(),
             ram: Ram::new(),
             rings: [ring(0), ring(1)],
-            model: Model::default(),
+            model: Model::new("guest").lossless(),
             kicks: fds().collect(),
             calls: fds().collect(),
             judged: true,
@@ -160,9 +161,10 @@ impl Machine {
         let bytes = config
             .expect("the configuration is shorter than the generation's field")
             .try_into();
-        self.model.begin(u64::from_le_bytes(
-            bytes.expect("the generation does not have 8 bytes"),
-        ));
+        let generation = u64::from_le_bytes(bytes.expect("the generation does not have 8 bytes"));
+        self.model
+            .begin(generation)
+            .expect("the device reports a generation that is not new");
     }
 
     /// Sets up and enables a virtqueue, which continues after the last answered chain.
@@ -326,7 +328,7 @@ impl Machine {
             self.judged = false;
         }
         if let Some(plan) = plan.filter(|_| self.judged) {
-            self.judge(&plan, &after);
+            self.judge(plan, &after);
         }
         self.ram.accept(after);
         self.host.check();
@@ -390,7 +392,7 @@ impl Machine {
         (busy < 2 && apart(&reads, writes)).then_some(plan)
     }
 
-    fn judge(&mut self, plan: &Plan, after: &[u8]) {
+    fn judge(&mut self, plan: Plan, after: &[u8]) {
         let mut expected = self.ram.copy();
         let mut accept = |piece: &Piece| {
             for (from, count) in
@@ -405,7 +407,7 @@ impl Machine {
             accept(&(ring.used(), 2));
             accept(&(ring.used() + 4 + 8 * u64::from(ring.size), 2));
         }
-        for planned in &plan.chains {
+        for planned in plan.chains {
             let ring = &mut self.rings[planned.queue];
             let slot = u64::from(ring.answered % ring.size);
             let element = (ring.used() + 4 + 8 * slot, 8);
@@ -450,7 +452,7 @@ impl Machine {
                 [0; 7],
                 "a reserved byte of the answer is not 0"
             );
-            match &planned.due {
+            match planned.due {
                 Due::Refused(statuses) => {
                     assert!(
                         statuses.contains(&answer[0]),
@@ -462,7 +464,16 @@ impl Machine {
                         "the answer to a refused request has bytes after the status"
                     );
                 }
-                Due::Run(carry) => self.model.judge(carry, &answer),
+                Due::Answer {
+                    generation,
+                    request,
+                } => {
+                    let request = (generation, request);
+                    if let Err(violation) = judge(&mut self.model, planned.queue, request, &answer)
+                    {
+                        panic!("{violation}");
+                    }
+                }
                 Due::Stop => {
                     unreachable!("the plan expects an answer to a chain that must stop the queue")
                 }

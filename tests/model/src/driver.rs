@@ -18,8 +18,8 @@ use virtio_tmem as wire;
 
 use crate::content::Content;
 use crate::frontend::{Done, F_RETAIN, FakeGuest, GuestConfig, GuestError};
-use crate::model::{Asked, Key, Model, Violation};
-use crate::requests::{LATENCIES_BYTES, PutPage, REPORT_BYTES, Range, RefPage, Request};
+use crate::model::{Model, SentRequest, Violation};
+use crate::requests::{Key, LATENCIES_BYTES, PutPage, REPORT_BYTES, Range, RefPage, Request};
 
 /// Time after which a missing answer counts as lost. It is long because tests may run on a busy
 /// machine.
@@ -75,7 +75,8 @@ pub struct Driver {
     pub model: Model,
     config: DriverConfig,
     rng: fastrand::Rng,
-    asked: HashMap<u64, Asked>,
+    /// Records of the requests in flight, by their tokens.
+    in_flight: HashMap<u64, SentRequest>,
     index: HashMap<Key, u64>,
     /// Cookies of the pages that the device retains. A real driver has these pages in its page
     /// cache.
@@ -101,7 +102,7 @@ impl Driver {
             cookie_next: rng.u64(1..u64::MAX / 2),
             rng,
             config,
-            asked: HashMap::new(),
+            in_flight: HashMap::new(),
             index: HashMap::new(),
             retained: BTreeMap::new(),
             old: Vec::new(),
@@ -195,7 +196,7 @@ impl Driver {
     /// [`Self::create_pool`].
     pub fn reboot(&mut self) -> Result<(), DriverError> {
         self.guest.reset()?;
-        self.asked.clear();
+        self.in_flight.clear();
         self.pool_next = 1;
         self.guest.start()?;
         self.new_generation()?;
@@ -230,8 +231,8 @@ impl Driver {
     pub fn send(&mut self, queue: usize, request: Request, contents: Vec<Content>) -> bool {
         match self.guest.submit(queue, request) {
             Some(token) => {
-                let asked = self.model.ask(contents);
-                self.asked.insert(token, asked);
+                let record = self.model.record_request(contents);
+                self.in_flight.insert(token, record);
                 self.requests += 1;
                 true
             }
@@ -264,72 +265,40 @@ impl Driver {
     fn judge(&mut self, done: &[Done]) -> Result<(), DriverError> {
         let queues = self.guest.num_queues();
         for d in done {
-            let asked = self
-                .asked
+            let record = self
+                .in_flight
                 .remove(&d.token)
                 .expect("an answered request is not in the list of sent requests");
             self.model
-                .judge(&asked, d, |k| queue_of(queues, k.object, k.index))?;
-            if let Request::Put { pool, pages } = &d.request {
-                for (i, p) in pages.iter().enumerate() {
-                    let key = Key {
-                        pool: *pool,
-                        object: p.object,
-                        index: p.index,
-                    };
-                    let stored = d
-                        .answer
-                        .pages
-                        .get(i)
-                        .is_some_and(|a| a.result == wire::P_STORED);
-                    if !stored && self.index.get(&key) == Some(&p.cookie) {
-                        self.index.remove(&key);
-                    }
-                }
-            }
-            self.note_retained(d);
+                .judge(&record, d, |k| queue_of(queues, k.object, k.index))?;
+            self.update_index(d);
         }
         Ok(())
     }
 
-    /// Updates the list of retained pages and the index after an answer. Adds the pages that the
-    /// device retained at a get. Adds a page to the index if its REF was answered HELD, and removes
-    /// it otherwise.
-    fn note_retained(&mut self, done: &Done) {
-        let key = |pool, object, index| Key {
-            pool,
-            object,
-            index,
-        };
-        match &done.request {
-            Request::Get {
-                pool,
-                object,
-                index,
-                cookies,
-                ..
-            } => {
-                for (i, (cookie, answer)) in cookies.iter().zip(&done.answer.pages).enumerate() {
-                    let key = key(*pool, *object, index + i as u64);
-                    // Do not record the page as retained if the driver has put it again since the
-                    // get.
-                    let newer = self.index.contains_key(&key);
-                    if answer.flags & wire::GET_RETAINED != 0 && !newer {
-                        self.retained.insert(key, *cookie);
-                    }
+    /// Updates the index and the list of retained pages after an answer. The index loses a page
+    /// whose PUT was not stored and a page whose REF was not held, and gets a page whose REF was
+    /// held. The list gets the pages that the device retained at a GET.
+    fn update_index(&mut self, done: &Done) {
+        for ((key, cookie), answer) in done.request.pages().into_iter().zip(&done.answer.pages) {
+            match (&done.request, answer.result) {
+                (Request::Put { .. }, wire::P_STORED) => {}
+                (Request::Ref { .. }, wire::P_HELD) => {
+                    self.index.entry(key).or_insert(cookie);
                 }
-            }
-            Request::Ref { pool, pages } => {
-                for (page, answer) in pages.iter().zip(&done.answer.pages) {
-                    let key = key(*pool, page.object, page.index);
-                    if answer.result == wire::P_HELD {
-                        self.index.entry(key).or_insert(page.cookie);
-                    } else if self.index.get(&key) == Some(&page.cookie) {
-                        self.index.remove(&key);
-                    }
+                (Request::Put { .. } | Request::Ref { .. }, _)
+                    if self.index.get(&key) == Some(&cookie) =>
+                {
+                    self.index.remove(&key);
                 }
+                // Do not record the page as retained if the driver has put it again since the get.
+                (Request::Get { .. }, _)
+                    if answer.flags & wire::GET_RETAINED != 0 && !self.index.contains_key(&key) =>
+                {
+                    self.retained.insert(key, cookie);
+                }
+                _ => {}
             }
-            _ => {}
         }
     }
 
@@ -430,31 +399,13 @@ impl Driver {
             });
             contents.push(content);
         }
-        let keys: Vec<(Key, u64)> = pages
-            .iter()
-            .map(|p| {
-                (
-                    Key {
-                        pool: self.pool,
-                        object,
-                        index: p.index,
-                    },
-                    p.cookie,
-                )
-            })
-            .collect();
-        let queue = self.queue_of(object, start);
-        if !self.send(
-            queue,
-            Request::Put {
-                pool: self.pool,
-                pages,
-            },
-            contents,
-        ) {
+        let pool = self.pool;
+        let request = Request::Put { pool, pages };
+        let named = request.pages();
+        if !self.send(self.queue_of(object, start), request, contents) {
             return false;
         }
-        for (key, cookie) in keys {
+        for (key, cookie) in named {
             if let Some(old) = self.index.insert(key, cookie) {
                 self.remember_old(key, old);
             }
@@ -640,14 +591,8 @@ impl Driver {
         ) {
             return false;
         }
-        let kept = |k: &Key| {
-            k.pool != pool
-                || !ranges.iter().any(|r| {
-                    r.object == k.object
-                        && k.index >= r.index
-                        && (r.nr_pages == wire::TO_END || k.index - r.index < r.nr_pages)
-                })
-        };
+        let kept =
+            |k: &Key| k.pool != pool || !ranges.iter().any(|r| r.contains(k.object, k.index));
         self.index.retain(|k, _| kept(k));
         self.retained.retain(|k, _| kept(k));
         true

@@ -29,8 +29,8 @@ pub use daemon::{HeadlessDaemon, TestDaemon};
 pub use driver::{Driver, DriverConfig};
 pub use frontend::{DeviceConfig, Done, FakeGuest, GuestConfig, GuestError, Vmm};
 pub use memory::{DirtyLog, GuestRam, RamRegion};
-pub use model::{Key, Model, Violation};
-pub use requests::{Answer, Cut, Encoded, Page, PageAnswer, PutPage, Range, RefPage, Request};
+pub use model::{Model, SentRequest, Violation};
+pub use requests::{Answer, Cut, Encoded, Key, Page, PageAnswer, PutPage, Range, RefPage, Request};
 pub use ring::{Buffer, Desc, DriverRing, RingError};
 pub use skip::{Missing, skipped};
 

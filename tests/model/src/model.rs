@@ -8,35 +8,66 @@
 //! requests of a queue in the order in which it executes them (SPEC.md, "Order"). For a flush that
 //! spans queues, the model also uses the time at which the flush was sent. The oracle never asks
 //! the device for its state.
+//!
+//! This is the only oracle of answers: guests on a socket, the simulator and the fuzz targets use it.
+//! Each of them brings its own chains, and the fuzz targets their own parser of requests.
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
 use virtio_tmem as wire;
 
 use crate::content::Content;
 use crate::frontend::Done;
-use crate::requests::{Answer, RefPage, Request};
-
-/// Key of a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Key {
-    /// Id of the pool that contains the page.
-    pub pool: u32,
-    /// Id of the object that contains the page.
-    pub object: u64,
-    /// Index of the page in its object.
-    pub index: u64,
-}
+use crate::requests::{
+    Answer, GENERATION_BYTES, GET_PAGE_BYTES, Key, PAGE, Page, PageAnswer, RESP_BYTES, Request,
+};
 
 /// Error: the device gave a forbidden answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Violation(pub String);
 
-#[derive(Clone, Copy, Debug)]
+/// Bytes that a page must have.
+#[derive(Clone)]
+enum Bytes {
+    /// Bytes that are generated again for each comparison, so that a large model takes little memory.
+    Generated(Content),
+    /// Bytes of the put itself.
+    Kept(Arc<Page>),
+}
+
+impl Bytes {
+    /// Returns the offset of the first byte in which a page differs, or None if it is equal.
+    fn first_difference(&self, page: &Page) -> Option<usize> {
+        let generated;
+        let expected: &Page = match self {
+            Self::Generated(content) => {
+                generated = content.page();
+                &generated
+            }
+            Self::Kept(page) => page,
+        };
+        // Compare all bytes at once, which is faster than comparing them one by one.
+        (page != expected)
+            .then(|| page.iter().zip(expected).position(|(a, b)| a != b))
+            .flatten()
+    }
+}
+
+impl std::fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Generated(content) => content.fmt(f),
+            Self::Kept(_) => f.write_str("the bytes of the put"),
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
 struct Held {
     cookie: u64,
-    content: Content,
+    bytes: Bytes,
     /// Tick at which the put was answered. The model counts a tick for each request and each
     /// answer.
     since: u64,
@@ -44,15 +75,19 @@ struct Held {
     /// queue than the page's. A get sent before that tick may still hit, because the device may
     /// have executed it before the flush.
     dropped: Option<u64>,
+    /// Whether the device may lose the page only by evicting it. False after a get that named
+    /// another cookie than the page's: the device may drop the page at such a get.
+    certain: bool,
 }
 
-/// Data of a request that the model needs to check the device's answer.
+/// Record of a sent request, which the model needs to check the device's answer.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct SentRequest {
     /// Tick at which the request was sent. The model counts a tick for each request and each
     /// answer.
-    sent: u64,
-    /// Contents of the pages of a put, in their order; empty for other requests.
+    tick: u64,
+    /// Contents of the pages of a put, in their order. Empty for other requests, and for a put that
+    /// has the bytes of its pages.
     contents: Vec<Content>,
 }
 
@@ -82,13 +117,15 @@ pub struct Counts {
 }
 
 /// Model of the pages that one guest's device may hold.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Model {
     name: String,
     generation: u64,
     tick: u64,
     pools: BTreeSet<u32>,
     held: HashMap<Key, Held>,
+    /// Whether the device has memory for all pages, so that it may not lose any.
+    lossless: bool,
     counts: Counts,
 }
 
@@ -102,6 +139,15 @@ impl Model {
         }
     }
 
+    /// Forbids the device to lose pages. This applies to a device that has memory for all pages that
+    /// the guest puts, and whose queues are not drained. Without this call, a get of any page may
+    /// miss.
+    #[must_use]
+    pub fn lossless(mut self) -> Self {
+        self.lossless = true;
+        self
+    }
+
     /// Begins a generation. From now on the device holds no page of an earlier generation, and must
     /// answer requests of other generations with STALE.
     ///
@@ -109,7 +155,7 @@ impl Model {
     /// When the generation is 0 or equal to the last one.
     pub fn begin(&mut self, generation: u64) -> Result<(), Violation> {
         if generation == 0 || generation == self.generation {
-            return Err(self.wrong(format!(
+            return Err(self.violation(format!(
                 "the device reports generation {generation:#x} after generation {:#x}: \
                  a new generation must differ from the last one and from 0",
                 self.generation
@@ -152,17 +198,32 @@ impl Model {
     }
 
     /// Records that the guest sends a request. `contents` are the contents of a put's pages in
-    /// their order. Returns the data that [`Self::judge`] needs to check the answer.
-    pub fn ask(&mut self, contents: Vec<Content>) -> Asked {
+    /// their order, or empty if the request has the pages' bytes. Returns the record that
+    /// [`Self::judge`] needs to check the answer.
+    pub fn record_request(&mut self, contents: Vec<Content>) -> SentRequest {
         self.tick += 1;
-        Asked {
-            sent: self.tick,
+        SentRequest {
+            tick: self.tick,
             contents,
         }
     }
 
-    fn wrong(&self, what: String) -> Violation {
+    fn violation(&self, what: String) -> Violation {
         Violation(format!("{}: {what}", self.name))
+    }
+
+    /// Returns the status that the device must give to a well-formed request.
+    fn expected_status(&self, done: &Done) -> u8 {
+        let live = self.pools.contains(&done.request.pool());
+        match &done.request {
+            Request::Generation => wire::S_OK,
+            _ if done.generation != self.generation => wire::S_STALE,
+            Request::PoolCreate { .. } if live => wire::S_BAD,
+            Request::PoolCreate { .. } if self.pools.len() >= wire::POOLS_MAX => wire::S_LIMIT,
+            Request::PoolCreate { .. } | Request::Report(_) | Request::Latencies(_) => wire::S_OK,
+            _ if !live => wire::S_NO_POOL,
+            _ => wire::S_OK,
+        }
     }
 
     /// Checks the answer to a request and updates the model. `queue_of` returns the queue that
@@ -172,64 +233,61 @@ impl Model {
     /// When the specification forbids the answer.
     pub fn judge(
         &mut self,
-        asked: &Asked,
+        sent: &SentRequest,
         done: &Done,
         queue_of: impl Fn(Key) -> usize,
     ) -> Result<(), Violation> {
         self.tick += 1;
-        let answer = &done.answer;
+        let (request, answer) = (&done.request, &done.answer);
         if answer.status == wire::S_UNANSWERED || answer.status == 0 {
-            return Err(self.wrong(format!(
-                "the device used the chain of {:?} without writing an answer",
-                done.request
+            return Err(self.violation(format!(
+                "the device used the chain of {request:?} without writing an answer"
             )));
         }
         if answer.reserved != [0; 7] {
-            return Err(self.wrong(format!(
+            return Err(self.violation(format!(
                 "the reserved bytes of resp are {:?} and not 0",
                 answer.reserved
             )));
         }
-        let room = done.request.encode(0).answer_bytes();
-        if answer.used_bytes as usize > room {
-            return Err(self.wrong(format!(
-                "the device reports {} written bytes for an answer of at most {room} bytes",
-                answer.used_bytes
-            )));
-        }
-        if done.request == Request::Generation {
-            return self.judge_generation(answer);
-        }
-        if done.generation != self.generation {
-            if answer.status != wire::S_STALE {
-                return Err(self.wrong(format!(
-                    "the answer to a request of generation {1:#x} in generation {2:#x} has status {0} and not STALE",
-                    answer.status, done.generation, self.generation
-                )));
-            }
-            self.counts.stale += 1;
-            return Ok(());
-        }
-        let pool = done.request.pool();
-        let live = self.pools.contains(&pool);
-        let expected = match &done.request {
-            Request::PoolCreate { .. } if live => wire::S_BAD,
-            Request::PoolCreate { .. } if self.pools.len() >= wire::POOLS_MAX => wire::S_LIMIT,
-            Request::PoolCreate { .. } | Request::Report(_) | Request::Latencies(_) => wire::S_OK,
-            _ if !live => wire::S_NO_POOL,
-            _ => wire::S_OK,
-        };
+        let expected = self.expected_status(done);
         if answer.status != expected {
-            return Err(self.wrong(format!(
-                "the answer has status {} and not {expected}: request type {}, pool {pool}",
+            return Err(self.violation(format!(
+                "the answer to a request of type {} for pool {} has status {} and not {expected}: \
+                 it carries generation {:#x} in generation {:#x}",
+                request.kind(),
+                request.pool(),
                 answer.status,
-                done.request.kind()
+                done.generation,
+                self.generation
             )));
         }
-        if answer.status != wire::S_OK {
-            return Ok(());
+        self.counts.stale += u64::from(answer.status == wire::S_STALE);
+        if answer.status == wire::S_OK {
+            self.judge_executed(sent, done, queue_of)?;
+        } else {
+            self.judge_not_executed(request, answer)?;
         }
-        match &done.request {
+        let written = written_bytes(request, answer);
+        if answer.used_bytes as usize != written {
+            return Err(self.violation(format!(
+                "the device reports {} written bytes and not {written}, in the answer to a request \
+                 of type {}",
+                answer.used_bytes,
+                request.kind()
+            )));
+        }
+        Ok(())
+    }
+
+    fn judge_executed(
+        &mut self,
+        sent: &SentRequest,
+        done: &Done,
+        queue_of: impl Fn(Key) -> usize,
+    ) -> Result<(), Violation> {
+        let (request, answer) = (&done.request, &done.answer);
+        match request {
             Request::PoolCreate { pool, .. } => {
                 self.pools.insert(*pool);
             }
@@ -237,23 +295,26 @@ impl Model {
                 self.pools.remove(pool);
                 self.held.retain(|key, _| key.pool != *pool);
             }
-            Request::Report(_) | Request::Latencies(_) | Request::Generation => {}
-            Request::Put { .. } => self.judge_put(asked, &done.request, answer)?,
-            Request::Get { .. } => self.judge_get(asked, &done.request, answer)?,
-            Request::Ref { pool, pages } => self.judge_ref(asked, *pool, pages, answer)?,
+            Request::Report(_) | Request::Latencies(_) => {}
+            Request::Generation if answer.generation == self.generation => {}
+            Request::Generation => {
+                return Err(self.violation(format!(
+                    "the answer to a GENERATION has generation {:#x} in generation {:#x}",
+                    answer.generation, self.generation
+                )));
+            }
+            Request::Put { .. } => self.judge_put(sent, request, answer)?,
+            Request::Get { .. } => self.judge_get(sent, request, answer)?,
+            Request::Ref { .. } => self.judge_ref(sent, request, answer)?,
             Request::Flush { pool, ranges } => {
-                let (queue, sent, now) = (done.queue, asked.sent, self.tick);
+                let now = self.tick;
                 self.held.retain(|key, held| {
                     let inside = key.pool == *pool
-                        && ranges.iter().any(|r| {
-                            r.object == key.object
-                                && key.index >= r.index
-                                && (r.nr_pages == wire::TO_END || key.index - r.index < r.nr_pages)
-                        });
+                        && ranges.iter().any(|r| r.contains(key.object, key.index));
                     // The flush drops pages that use its own queue. Requests for other pages have
                     // no order with the flush while both are in flight.
-                    let same_queue = queue_of(*key) == queue;
-                    if inside && !same_queue && held.since < sent {
+                    let same_queue = queue_of(*key) == done.queue;
+                    if inside && !same_queue && held.since < sent.tick {
                         held.dropped.get_or_insert(now);
                     }
                     !(inside && same_queue)
@@ -263,43 +324,60 @@ impl Model {
         Ok(())
     }
 
+    /// Checks that an answer with another status than OK has no result by which the driver would
+    /// use a page (SPEC.md, DEV-23).
+    fn judge_not_executed(&self, request: &Request, answer: &Answer) -> Result<(), Violation> {
+        let nothing = match request {
+            Request::Put { .. } => wire::P_REFUSED,
+            Request::Ref { .. } => wire::P_GONE,
+            _ => wire::P_MISS,
+        };
+        for ((key, _), got) in request.pages().into_iter().zip(&answer.pages) {
+            if (got.result, got.cookie, got.flags, got.reserved) != (nothing, 0, 0, [0; 6]) {
+                return Err(self.violation(format!(
+                    "an answer with status {} has the result {} and not {nothing} for {key:?}, \
+                     with cookie {:#x} and flags {:#x}",
+                    answer.status, got.result, got.cookie, got.flags
+                )));
+            }
+        }
+        Ok(())
+    }
+
     fn judge_put(
         &mut self,
-        asked: &Asked,
+        sent: &SentRequest,
         request: &Request,
         answer: &Answer,
     ) -> Result<(), Violation> {
-        let Request::Put { pool, pages } = request else {
+        let Request::Put { pages, .. } = request else {
             unreachable!("the caller passed a request other than PUT")
         };
-        for (i, (page, result)) in pages.iter().zip(&answer.pages).enumerate() {
-            let key = Key {
-                pool: *pool,
-                object: page.object,
-                index: page.index,
-            };
-            match result.result {
+        for (i, ((key, cookie), got)) in request.pages().into_iter().zip(&answer.pages).enumerate()
+        {
+            match got.result {
                 wire::P_STORED => {
                     self.counts.stored += 1;
-                    let content = asked.contents[i];
-                    self.held.insert(
-                        key,
-                        Held {
-                            cookie: page.cookie,
-                            content,
-                            since: self.tick,
-                            dropped: None,
-                        },
-                    );
+                    let bytes = match sent.contents.get(i) {
+                        Some(content) => Bytes::Generated(*content),
+                        None => Bytes::Kept(Arc::from(pages[i].page.clone())),
+                    };
+                    let held = Held {
+                        cookie,
+                        bytes,
+                        since: self.tick,
+                        dropped: None,
+                        certain: true,
+                    };
+                    self.held.insert(key, held);
                 }
                 wire::P_REFUSED => {
                     self.counts.refused += 1;
                     self.held.remove(&key);
                 }
                 other => {
-                    return Err(
-                        self.wrong(format!("the put of {key:?} has the invalid result {other}"))
-                    );
+                    return Err(self
+                        .violation(format!("the put of {key:?} has the invalid result {other}")));
                 }
             }
         }
@@ -308,35 +386,28 @@ impl Model {
 
     fn judge_ref(
         &mut self,
-        asked: &Asked,
-        pool: u32,
-        pages: &[RefPage],
+        sent: &SentRequest,
+        request: &Request,
         answer: &Answer,
     ) -> Result<(), Violation> {
-        for (page, result) in pages.iter().zip(&answer.pages) {
-            let key = Key {
-                pool,
-                object: page.object,
-                index: page.index,
-            };
-            let held = self.with_cookie(asked, key, page.cookie);
-            match (result.result, held) {
+        for ((key, cookie), got) in request.pages().into_iter().zip(&answer.pages) {
+            match (got.result, self.find(sent, key, cookie)) {
                 (wire::P_HELD, Some(_)) => self.counts.refs_held += 1,
                 (wire::P_GONE, None) => {}
                 (wire::P_GONE, Some(held)) => {
+                    self.check_loss(key, &held)?;
                     self.counts.refs_gone += u64::from(held.dropped.is_none());
                     self.held.remove(&key);
                 }
                 (wire::P_HELD, None) => {
-                    return Err(self.wrong(format!(
-                        "the reference to {key:?} with cookie {:#x} found a page that the device \
-                         cannot have; for this key, the device may have {:?}",
-                        page.cookie,
+                    return Err(self.violation(format!(
+                        "the reference to {key:?} with cookie {cookie:#x} found a page that the \
+                         device cannot have; for this key, the device may have {:?}",
                         self.held.get(&key)
                     )));
                 }
                 (other, _) => {
-                    return Err(self.wrong(format!(
+                    return Err(self.violation(format!(
                         "the reference to {key:?} has the invalid result {other}"
                     )));
                 }
@@ -345,90 +416,68 @@ impl Model {
         Ok(())
     }
 
-    /// Judges the answer to a GENERATION, which the device gives whatever generation the request
-    /// carries.
-    fn judge_generation(&self, answer: &Answer) -> Result<(), Violation> {
-        if (answer.status, answer.generation) == (wire::S_OK, self.generation) {
-            return Ok(());
-        }
-        Err(self.wrong(format!(
-            "the answer to a GENERATION has status {} and generation {:#x} in generation {:#x}",
-            answer.status, answer.generation, self.generation
-        )))
+    /// Returns the page with this key and cookie, if the device may have had it when it executed
+    /// the request `sent`.
+    fn find(&self, sent: &SentRequest, key: Key, cookie: u64) -> Option<Held> {
+        let held = self.held.get(&key);
+        held.filter(|h| h.cookie == cookie && h.dropped.is_none_or(|at| sent.tick < at))
+            .cloned()
     }
 
-    /// Returns the page with this key and cookie, if the device may have had it when it executed
-    /// the request `asked`.
-    fn with_cookie(&self, asked: &Asked, key: Key, cookie: u64) -> Option<Held> {
-        let held = self.held.get(&key).copied();
-        held.filter(|h| h.cookie == cookie && h.dropped.is_none_or(|at| asked.sent < at))
+    /// Checks that the device was allowed to lose a page.
+    fn check_loss(&self, key: Key, held: &Held) -> Result<(), Violation> {
+        if self.lossless && held.certain && held.dropped.is_none() {
+            return Err(self.violation(format!(
+                "the device lost the page {key:?}, although it has memory for all pages"
+            )));
+        }
+        Ok(())
     }
 
     fn judge_get(
         &mut self,
-        asked: &Asked,
+        sent: &SentRequest,
         request: &Request,
         answer: &Answer,
     ) -> Result<(), Violation> {
-        let Request::Get {
-            pool,
-            object,
-            index,
-            cookies,
-            retain,
-        } = request
-        else {
-            unreachable!("the caller passed a request other than GET")
-        };
-        for (i, (&cookie, got)) in cookies.iter().zip(&answer.pages).enumerate() {
-            let key = Key {
-                pool: *pool,
-                object: *object,
-                index: index + i as u64,
-            };
-            let held = self.with_cookie(asked, key, cookie);
+        for (i, ((key, cookie), got)) in request.pages().into_iter().zip(&answer.pages).enumerate()
+        {
+            let may_retain = got.result == wire::P_HIT && request.retain() >> i & 1 != 0;
             let retained = match got.flags {
                 0 => false,
-                wire::GET_RETAINED if got.result == wire::P_HIT && retain >> i & 1 != 0 => true,
+                wire::GET_RETAINED if may_retain => true,
                 flags => {
-                    return Err(self.wrong(format!(
+                    return Err(self.violation(format!(
                         "the get of {key:?} has the forbidden flags {flags:#x} with the result {}",
                         got.result
                     )));
                 }
             };
-            match (got.result, held) {
+            if got.reserved != [0; 6] {
+                return Err(self.violation(format!(
+                    "the result of the get of {key:?} has the reserved bytes {:?}",
+                    got.reserved
+                )));
+            }
+            match (got.result, self.find(sent, key, cookie)) {
                 (wire::P_MISS, held) => {
                     if got.cookie != 0 {
-                        return Err(
-                            self.wrong(format!("the miss of {key:?} has a cookie other than 0"))
-                        );
+                        return Err(self
+                            .violation(format!("the miss of {key:?} has a cookie other than 0")));
                     }
                     match held {
-                        Some(Held { dropped: None, .. }) => self.counts.lost += 1,
+                        Some(held) if held.dropped.is_none() => {
+                            self.check_loss(key, &held)?;
+                            self.counts.lost += 1;
+                        }
                         _ => self.counts.misses += 1,
+                    }
+                    if let Some(held) = self.held.get_mut(&key) {
+                        held.certain = false;
                     }
                 }
                 (wire::P_HIT, Some(held)) => {
-                    if got.cookie != cookie {
-                        return Err(self.wrong(format!(
-                            "the get of {key:?} was a hit with cookie {:#x}, but requested {cookie:#x}",
-                            got.cookie
-                        )));
-                    }
-                    let Some(page) = &got.page else {
-                        return Err(self.wrong(format!(
-                            "the used length of a hit on {key:?} does not cover the page"
-                        )));
-                    };
-                    let expected = held.content.page();
-                    if **page != *expected {
-                        let at = page.iter().zip(&*expected).position(|(a, b)| a != b);
-                        return Err(self.wrong(format!(
-                            "the get of {key:?} returned wrong bytes, the first at offset {at:?}, expected {:?}",
-                            held.content
-                        )));
-                    }
+                    self.judge_hit(key, &held, got)?;
                     self.counts.hits += 1;
                     self.counts.retained += u64::from(retained);
                     if !retained {
@@ -436,27 +485,63 @@ impl Model {
                     }
                 }
                 (wire::P_HIT, None) => {
-                    return Err(self.wrong(format!(
+                    return Err(self.violation(format!(
                         "the get of {key:?} with cookie {cookie:#x} was a hit, although the device \
                          cannot have that page; for this key, the device may have {:?}",
                         self.held.get(&key)
                     )));
                 }
                 (other, _) => {
-                    return Err(
-                        self.wrong(format!("the get of {key:?} has the invalid result {other}"))
-                    );
+                    return Err(self
+                        .violation(format!("the get of {key:?} has the invalid result {other}")));
                 }
             }
         }
         Ok(())
     }
+
+    fn judge_hit(&self, key: Key, held: &Held, got: &PageAnswer) -> Result<(), Violation> {
+        if got.cookie != held.cookie {
+            return Err(self.violation(format!(
+                "the get of {key:?} was a hit with cookie {:#x}, but requested {:#x}",
+                got.cookie, held.cookie
+            )));
+        }
+        let Some(page) = &got.page else {
+            return Err(self.violation(format!(
+                "the used length of a hit on {key:?} does not cover the page"
+            )));
+        };
+        if let Some(at) = held.bytes.first_difference(page) {
+            return Err(self.violation(format!(
+                "the get of {key:?} returned wrong bytes, the first at offset {at}, expected {:?}",
+                held.bytes
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// Returns the number of bytes that the device writes for an answer (SPEC.md, DEV-22 and DEV-54):
+/// the status, all results, and the page data up to the last hit.
+fn written_bytes(request: &Request, answer: &Answer) -> usize {
+    let n = answer.pages.len();
+    let results = match request {
+        Request::Get { .. } => {
+            let last_hit = answer.pages.iter().rposition(|p| p.result == wire::P_HIT);
+            n * GET_PAGE_BYTES + last_hit.map_or(0, |last| (last + 1) * PAGE)
+        }
+        Request::Put { .. } | Request::Ref { .. } => n,
+        Request::Generation if answer.status == wire::S_OK => GENERATION_BYTES,
+        _ => 0,
+    };
+    RESP_BYTES + results
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::requests::{PageAnswer, PutPage, Range};
+    use crate::requests::{PutPage, Range, RefPage};
 
     const KEY: Key = Key {
         pool: 1,
@@ -465,14 +550,14 @@ mod tests {
     };
 
     fn done(request: Request, status: u8, pages: Vec<PageAnswer>) -> Done {
-        let used_bytes = 8;
-        let answer = Answer {
+        let mut answer = Answer {
             status,
             reserved: [0; 7],
-            used_bytes,
+            used_bytes: 0,
             pages,
             generation: 0,
         };
+        answer.used_bytes = written_bytes(&request, &answer) as u32;
         Done {
             token: 0,
             queue: 1,
@@ -485,9 +570,9 @@ mod tests {
     fn model() -> Model {
         let mut m = Model::new("vm");
         m.begin(7).unwrap();
-        let asked = m.ask(vec![]);
+        let sent = m.record_request(vec![]);
         let create = Request::PoolCreate { pool: 1, flags: 0 };
-        m.judge(&asked, &done(create, wire::S_OK, vec![]), |_| 1)
+        m.judge(&sent, &done(create, wire::S_OK, vec![]), |_| 1)
             .unwrap();
         m
     }
@@ -500,18 +585,19 @@ mod tests {
             flags: 0,
             page: content.page(),
         };
-        let asked = m.ask(vec![content]);
+        let sent = m.record_request(vec![content]);
         let answers = vec![PageAnswer {
             result,
             cookie: 0,
             flags: 0,
+            reserved: [0; 6],
             page: None,
         }];
         let put = Request::Put {
             pool: 1,
             pages: vec![page],
         };
-        m.judge(&asked, &done(put, wire::S_OK, answers), |_| 1)
+        m.judge(&sent, &done(put, wire::S_OK, answers), |_| 1)
     }
 
     fn get(m: &mut Model, cookie: u64, answer: Option<Content>) -> Result<(), Violation> {
@@ -525,18 +611,20 @@ mod tests {
         answer: Option<Content>,
         flags: u8,
     ) -> Result<(), Violation> {
-        let asked = m.ask(vec![]);
+        let sent = m.record_request(vec![]);
         let answers = vec![match answer {
             Some(c) => PageAnswer {
                 result: wire::P_HIT,
                 cookie,
                 flags,
+                reserved: [0; 6],
                 page: Some(c.page()),
             },
             None => PageAnswer {
                 result: wire::P_MISS,
                 cookie: 0,
                 flags,
+                reserved: [0; 6],
                 page: None,
             },
         }];
@@ -547,7 +635,7 @@ mod tests {
             cookies: vec![cookie],
             retain,
         };
-        m.judge(&asked, &done(get, wire::S_OK, answers), |_| 1)
+        m.judge(&sent, &done(get, wire::S_OK, answers), |_| 1)
     }
 
     fn refer(m: &mut Model, cookie: u64, result: u8) -> Result<(), Violation> {
@@ -556,18 +644,19 @@ mod tests {
             index: 3,
             cookie,
         };
-        let asked = m.ask(vec![]);
+        let sent = m.record_request(vec![]);
         let answers = vec![PageAnswer {
             result,
             cookie: 0,
             flags: 0,
+            reserved: [0; 6],
             page: None,
         }];
         let refer = Request::Ref {
             pool: 1,
             pages: vec![page],
         };
-        m.judge(&asked, &done(refer, wire::S_OK, answers), |_| 1)
+        m.judge(&sent, &done(refer, wire::S_OK, answers), |_| 1)
     }
 
     const A: Content = Content::Noise(1);
@@ -660,13 +749,108 @@ mod tests {
             // The generation that the request carries has no meaning.
             done.generation = 0;
             done.answer.generation = generation;
-            let asked = m.ask(vec![]);
-            m.judge(&asked, &done, |_| 1)
+            let sent = m.record_request(vec![]);
+            m.judge(&sent, &done, |_| 1)
         };
         answered(7, wire::S_OK).unwrap();
         answered(6, wire::S_OK).expect_err("the oracle accepts an earlier generation");
         answered(0, wire::S_OK).expect_err("the oracle accepts generation 0");
         answered(7, wire::S_STALE).expect_err("the oracle accepts STALE");
+    }
+
+    /// Gives a lossless device the chance to lose a page: at a get of the page, at a REF, and at a get
+    /// that names another cookie.
+    #[test]
+    fn the_oracle_rejects_a_lost_page_of_a_lossless_device() {
+        let mut m = model().lossless();
+        put(&mut m, 10, A, wire::P_STORED).unwrap();
+        get(&mut m, 10, None).expect_err("the oracle accepts a miss of a stored page");
+        refer(&mut m, 10, wire::P_GONE).expect_err("the oracle accepts GONE for a stored page");
+        // The device may remove a page at a get of another cookie (DEV-33), or keep it.
+        get(&mut m, 11, None).unwrap();
+        get(&mut m, 10, None).unwrap();
+        get(&mut m, 10, Some(A)).unwrap();
+        get(&mut m, 10, None).unwrap();
+    }
+
+    /// The request of the put has the bytes of the page, as a fuzzer's request has.
+    #[test]
+    fn the_oracle_compares_hits_with_the_bytes_of_the_put() {
+        let mut m = model();
+        let page = PutPage {
+            object: 2,
+            index: 3,
+            cookie: 10,
+            flags: 0,
+            page: A.page(),
+        };
+        let request = Request::Put {
+            pool: 1,
+            pages: vec![page],
+        };
+        let stored = PageAnswer {
+            result: wire::P_STORED,
+            cookie: 0,
+            flags: 0,
+            reserved: [0; 6],
+            page: None,
+        };
+        let sent = m.record_request(vec![]);
+        m.judge(&sent, &done(request, wire::S_OK, vec![stored]), |_| 1)
+            .unwrap();
+        get(&mut m, 10, Some(B)).expect_err("the oracle accepts a hit with wrong bytes");
+        get(&mut m, 10, Some(A)).unwrap();
+    }
+
+    #[test]
+    fn the_oracle_rejects_results_and_lengths_that_do_not_fit_the_status() {
+        type Change = fn(&mut Answer);
+        let mut m = model();
+        put(&mut m, 10, A, wire::P_STORED).unwrap();
+        let mut stale = |change: Change| {
+            let get = Request::Get {
+                pool: 1,
+                object: 2,
+                index: 3,
+                cookies: vec![10],
+                retain: 1,
+            };
+            let miss = PageAnswer {
+                result: wire::P_MISS,
+                cookie: 0,
+                flags: 0,
+                reserved: [0; 6],
+                page: None,
+            };
+            let mut done = done(get, wire::S_STALE, vec![miss]);
+            done.generation = 6;
+            change(&mut done.answer);
+            let sent = m.record_request(vec![]);
+            m.judge(&sent, &done, |_| 1)
+        };
+        stale(|_| ()).unwrap();
+        let wrong: [(&str, Change); 8] = [
+            ("a reserved byte of resp", |a| a.reserved[6] = 1),
+            ("a length without the results", |a| a.used_bytes = 8),
+            ("a length beyond the results", |a| a.used_bytes += 1),
+            ("a missing result", |a| {
+                a.pages[0].result = wire::S_UNANSWERED;
+            }),
+            ("a hit", |a| a.pages[0].result = wire::P_HIT),
+            ("a cookie", |a| a.pages[0].cookie = 10),
+            ("a flag", |a| a.pages[0].flags = wire::GET_RETAINED),
+            ("a reserved byte of a result", |a| {
+                a.pages[0].reserved[5] = 1
+            }),
+        ];
+        for (what, change) in wrong {
+            stale(change).expect_err(&format!("the oracle accepts {what} in a STALE answer"));
+        }
+        let mut flush = flush_object();
+        flush.answer.used_bytes = 9;
+        let sent = m.record_request(vec![]);
+        m.judge(&sent, &flush, |_| 1)
+            .expect_err("the oracle accepts an answer to a FLUSH with a byte after its status");
     }
 
     /// Returns an answered flush of all pages of object 2, which contains the tests' page.
@@ -691,16 +875,16 @@ mod tests {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
-        let asked = m.ask(vec![]);
+        let sent = m.record_request(vec![]);
         // Put the page after the flush was sent, on another queue. The two requests have no order,
         // so the device may hold the page or not.
         put(&mut m, 11, B, wire::P_STORED).unwrap();
-        m.judge(&asked, &flush, |_| 2).unwrap();
+        m.judge(&sent, &flush, |_| 2).unwrap();
         assert_eq!(m.cookie(KEY), Some(11));
         // Send a flush on the queue of the page. The device executes it after earlier requests on
         // that queue.
-        let asked = m.ask(vec![]);
-        m.judge(&asked, &flush, |_| 1).unwrap();
+        let sent = m.record_request(vec![]);
+        m.judge(&sent, &flush, |_| 1).unwrap();
         get(&mut m, 11, Some(B)).expect_err("the oracle accepts a hit on a flushed page");
     }
 
@@ -712,9 +896,9 @@ mod tests {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
-        let asked_flush = m.ask(vec![]);
-        let asked_get = m.ask(vec![]);
-        m.judge(&asked_flush, &flush, |_| 2).unwrap();
+        let sent_flush = m.record_request(vec![]);
+        let sent_get = m.record_request(vec![]);
+        m.judge(&sent_flush, &flush, |_| 2).unwrap();
         assert_eq!(m.held_pages(), 0);
         get(&mut m, 10, Some(A)).expect_err(
             "the oracle accepts a hit on a page whose flush was answered before the get was sent",
@@ -723,6 +907,7 @@ mod tests {
             result: wire::P_HIT,
             cookie: 10,
             flags: 0,
+            reserved: [0; 6],
             page: Some(A.page()),
         };
         let get = Request::Get {
@@ -733,8 +918,8 @@ mod tests {
             retain: 0,
         };
         let hit = done(get, wire::S_OK, vec![hit]);
-        m.judge(&asked_get, &hit, |_| 1).unwrap();
-        m.judge(&asked_get, &hit, |_| 1)
+        m.judge(&sent_get, &hit, |_| 1).unwrap();
+        m.judge(&sent_get, &hit, |_| 1)
             .expect_err("the oracle accepts a second hit on a page that was put once");
     }
 
@@ -742,9 +927,9 @@ mod tests {
     fn the_oracle_rejects_a_hit_in_a_destroyed_pool() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
-        let asked = m.ask(vec![]);
+        let sent = m.record_request(vec![]);
         let destroy = done(Request::PoolDestroy { pool: 1 }, wire::S_OK, vec![]);
-        m.judge(&asked, &destroy, |_| 1).unwrap();
+        m.judge(&sent, &destroy, |_| 1).unwrap();
         get(&mut m, 10, Some(A)).expect_err("the oracle accepts a hit in a destroyed pool");
         assert_eq!(m.held_pages(), 0);
     }

@@ -32,6 +32,17 @@ pub const PAGE: usize = PAGE_BYTES as usize;
 /// Contents of a page: 4,096 bytes.
 pub type Page = [u8; PAGE];
 
+/// Key of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key {
+    /// Id of the pool that contains the page.
+    pub pool: u32,
+    /// Id of the object that contains the page.
+    pub object: u64,
+    /// Index of the page in its object.
+    pub index: u64,
+}
+
 /// One page of a PUT.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PutPage {
@@ -67,6 +78,17 @@ pub struct Range {
     pub index: u64,
     /// Number of pages of the range, or `VIRTIO_TMEM_TO_END`.
     pub nr_pages: u64,
+}
+
+impl Range {
+    /// Returns whether the range contains a page.
+    #[must_use]
+    pub fn contains(&self, object: u64, index: u64) -> bool {
+        let to_end = self.nr_pages == wire::TO_END;
+        object == self.object
+            && index >= self.index
+            && (to_end || index - self.index < self.nr_pages)
+    }
 }
 
 /// Request of a driver.
@@ -193,6 +215,51 @@ impl Request {
         }
     }
 
+    /// Returns the key and cookie of each page that a PUT, GET or REF names, in the order of the
+    /// request. The result is empty for other requests.
+    #[must_use]
+    pub fn pages(&self) -> Vec<(Key, u64)> {
+        let key = |pool: &u32, object: u64, index: u64| Key {
+            pool: *pool,
+            object,
+            index,
+        };
+        match self {
+            Self::Put { pool, pages } => pages
+                .iter()
+                .map(|p| (key(pool, p.object, p.index), p.cookie))
+                .collect(),
+            Self::Ref { pool, pages } => pages
+                .iter()
+                .map(|p| (key(pool, p.object, p.index), p.cookie))
+                .collect(),
+            Self::Get {
+                pool,
+                object,
+                index,
+                cookies,
+                ..
+            } => (*index..)
+                .zip(cookies)
+                .map(|(index, cookie)| (key(pool, *object, index), *cookie))
+                .collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the sizes in bytes of the answer's metadata and of its page data.
+    #[must_use]
+    pub fn answer_sizes(&self) -> (usize, usize) {
+        let n = usize::from(self.count());
+        let (results_bytes, pages) = match self {
+            Self::Put { .. } | Self::Ref { .. } => (n, 0),
+            Self::Get { .. } => (n * GET_PAGE_BYTES, n),
+            Self::Generation => (GENERATION_BYTES, 0),
+            _ => (0, 0),
+        };
+        (RESP_BYTES + results_bytes, pages * PAGE)
+    }
+
     /// Returns the request as bytes, with this generation in its header.
     #[must_use]
     pub fn encode(&self, generation: u64) -> Encoded {
@@ -203,13 +270,7 @@ impl Request {
         meta.extend(self.pool().to_le_bytes());
         meta.extend(self.retain().to_le_bytes());
         let mut data = Vec::new();
-        let n = usize::from(self.count());
-        let (results_bytes, answer_pages) = match self {
-            Self::Put { .. } | Self::Ref { .. } => (n, 0),
-            Self::Get { .. } => (n * GET_PAGE_BYTES, n),
-            Self::Generation => (GENERATION_BYTES, 0),
-            _ => (0, 0),
-        };
+        let (answer_meta_bytes, answer_data_bytes) = self.answer_sizes();
         match self {
             Self::Put { pages, .. } => {
                 for p in pages {
@@ -256,8 +317,8 @@ impl Request {
         Encoded {
             meta,
             data,
-            answer_meta_bytes: RESP_BYTES + results_bytes,
-            answer_data_bytes: answer_pages * PAGE,
+            answer_meta_bytes,
+            answer_data_bytes,
         }
     }
 }
@@ -366,6 +427,8 @@ pub struct PageAnswer {
     pub cookie: u64,
     /// Flags for the page of a GET, `VIRTIO_TMEM_GET_*`; 0 for a PUT or REF.
     pub flags: u8,
+    /// Reserved bytes of the result of a GET, which a correct device sets to 0.
+    pub reserved: [u8; 6],
     /// Contents of the page if the result is HIT and the device reports that it wrote them.
     pub page: Option<Box<Page>>,
 }
@@ -379,7 +442,8 @@ pub struct Answer {
     pub reserved: [u8; 7],
     /// Number of bytes that the device wrote, as the used element of the ring says.
     pub used_bytes: u32,
-    /// Answer for each page of a PUT, GET or REF; empty if the status is not OK.
+    /// Answer for each page of a PUT, GET or REF, if the status is OK, STALE or NO_POOL. Answers
+    /// with another status have no results.
     pub pages: Vec<PageAnswer>,
     /// Generation in the answer to a GENERATION whose status is OK; 0 if the used length does not
     /// cover it, and in other answers.
@@ -403,6 +467,7 @@ pub fn decode(
         result: wire::S_UNANSWERED,
         cookie: 0,
         flags: 0,
+        reserved: [0; 6],
         page: None,
     };
     let status = if covered(RESP_BYTES) {
@@ -419,10 +484,11 @@ pub fn decode(
         pages: Vec::new(),
         generation: 0,
     };
-    if status != wire::S_OK {
+    if !matches!(status, wire::S_OK | wire::S_STALE | wire::S_NO_POOL) {
         return answer;
     }
-    if *request == Request::Generation && covered(RESP_BYTES + GENERATION_BYTES) {
+    let has_generation = *request == Request::Generation && status == wire::S_OK;
+    if has_generation && covered(RESP_BYTES + GENERATION_BYTES) {
         let bytes = &meta[RESP_BYTES..RESP_BYTES + GENERATION_BYTES];
         let bytes = bytes.try_into();
         answer.generation = u64::from_le_bytes(bytes.expect("the slice does not have 8 bytes"));
@@ -463,6 +529,9 @@ pub fn decode(
                     result,
                     cookie,
                     flags: meta[at + 9],
+                    reserved: meta[at + 10..at + GET_PAGE_BYTES]
+                        .try_into()
+                        .expect("the slice does not have six bytes"),
                     page: hit.then(|| page(i)),
                 }
             })
@@ -488,6 +557,44 @@ mod tests {
         assert_eq!(REPORT_BYTES, size_of::<wire::Report>());
         assert_eq!(LATENCIES_BYTES, size_of::<wire::Latencies>());
         assert_eq!(GENERATION_BYTES, size_of::<wire::Generation>());
+    }
+
+    /// Decodes the bytes of an answer to a GET of two pages: a hit and a miss. A result that the used
+    /// length does not cover counts as missing.
+    #[test]
+    fn an_answer_has_only_the_results_that_its_used_length_covers() {
+        let get = Request::Get {
+            pool: 1,
+            object: 2,
+            index: 3,
+            cookies: vec![0x0102_0304_0506_0708, 9],
+            retain: 1,
+        };
+        let mut meta = vec![wire::S_OK, 0, 0, 0, 0, 0, 0, 0];
+        meta.extend([8, 7, 6, 5, 4, 3, 2, 1, wire::P_HIT, wire::GET_RETAINED]);
+        meta.extend([0, 0, 0, 0, 0, 1]);
+        meta.extend([0, 0, 0, 0, 0, 0, 0, 0, wire::P_MISS, 0]);
+        meta.extend([0, 0, 0, 0, 0, 0]);
+        let all = meta.len() + PAGE;
+        let decoded = |bytes: usize| decode(&get, bytes as u32, &meta, |_| Box::new([7; PAGE]));
+        let answer = decoded(all);
+        assert_eq!((answer.status, answer.pages.len()), (wire::S_OK, 2));
+        let hit = &answer.pages[0];
+        assert_eq!((hit.result, hit.flags), (wire::P_HIT, wire::GET_RETAINED));
+        assert_eq!((hit.cookie, hit.reserved[5]), (0x0102_0304_0506_0708, 1));
+        assert_eq!(hit.page.as_deref(), Some(&[7; PAGE]));
+        assert_eq!(
+            (answer.pages[1].result, answer.pages[1].cookie),
+            (wire::P_MISS, 0)
+        );
+        let unanswered = |bytes| {
+            let pages = decoded(bytes).pages;
+            let results = pages.iter().map(|page| page.result == wire::S_UNANSWERED);
+            results.collect::<Vec<bool>>()
+        };
+        assert_eq!(unanswered(all - 1), [true, false]);
+        assert_eq!(unanswered(meta.len() - 1), [true, true]);
+        assert_eq!(decoded(RESP_BYTES - 1).status, wire::S_UNANSWERED);
     }
 
     /// Divides a chain in all ways. The buffers of each division must have the same bytes in the

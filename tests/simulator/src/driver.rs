@@ -249,36 +249,22 @@ impl Driver {
         if self.transport.send(queue, flight) {
             kick(&port.kicks[queue]);
         }
-        if self.is(Mutation::CookieUnchecked) {
-            self.request_held_cookies(port, &wanted);
-        }
-        if self.is(Mutation::RefCookieUnchecked) {
-            self.refer_to_held_cookies(port, &wanted);
-        }
+        self.name_held_cookies(port, &wanted);
     }
 
-    /// Simulates a device that does not compare cookies: replaces the cookies in the driver's get
-    /// by the cookies that the device holds.
-    fn request_held_cookies(&self, port: &Port<'_>, flight: &Flight) {
-        let Request::Get {
-            pool,
-            object,
-            index,
-            cookies,
-            ..
-        } = &*flight.request
-        else {
-            return;
+    /// Simulates a device that does not compare the cookies of gets, or of REFs: replaces the cookies
+    /// in the driver's request by the cookies that the device has.
+    fn name_held_cookies(&self, port: &Port<'_>, flight: &Flight) {
+        // Offset of the first cookie, after `req` and the fields before it, and distance of the
+        // cookies: SPEC.md, "GET" and "Retained pages".
+        let (first, step) = match (self.mutation, &*flight.request) {
+            (Some(Mutation::CookieUnchecked), Request::Get { .. }) => (24 + 16, 8),
+            (Some(Mutation::RefCookieUnchecked), Request::Ref { .. }) => (24 + 16, 24),
+            _ => return,
         };
-        for i in 0..cookies.len() as u64 {
-            let key = tmem_model::Key {
-                pool: *pool,
-                object: *object,
-                index: index + i,
-            };
+        for ((key, _), nth) in flight.request.pages().into_iter().zip(0..) {
             if let Some(cookie) = port.oracle.model.cookie(key) {
-                // Offset of the cookie in a get, after `req` and `get`: SPEC.md, "GET".
-                let at = flight.page + 24 + 16 + 8 * i;
+                let at = flight.page + first + step * nth;
                 self.transport.ram().write(at, &cookie.to_le_bytes());
             }
         }
@@ -296,7 +282,7 @@ impl Driver {
             tag,
             request: Arc::new(request),
             generation: self.generation,
-            asked: port.oracle.model.ask(contents),
+            record: port.oracle.model.record_request(contents),
             page,
             data,
         }

@@ -36,7 +36,7 @@ enum Fate {
     /// The device answered the put with REFUSED, so it does not hold the page.
     Refused,
     /// The driver has sent a get for the page.
-    Asked,
+    Requested,
     /// The driver has taken the answer to a get, and the answer says that the device retains the
     /// page.
     Retained,
@@ -230,54 +230,29 @@ impl Oracle {
                 format!("a request names pool {pool}, which was not created in this generation"),
             );
         }
-        match &*flight.request {
-            Request::Put { pages, .. } => {
-                for page in pages {
-                    self.chunk(queue, pool, page.object, page.index);
+        for (key, cookie) in flight.request.pages() {
+            match &*flight.request {
+                Request::Put { .. } => {
+                    self.chunk(queue, key);
                     // Check only that no cookie is repeated. The driver draws cookies in ascending
                     // order, but the feeder sends the puts of each queue separately, so in another
                     // order.
-                    if !self.cookies.insert(page.cookie) {
-                        let what = format!(
-                            "the driver used cookie {:#x} twice in one generation",
-                            page.cookie
-                        );
+                    if !self.cookies.insert(cookie) {
+                        let what =
+                            format!("the driver used cookie {cookie:#x} twice in one generation");
                         self.fail("cookie", what);
                     }
                 }
-            }
-            Request::Get {
-                object,
-                index,
-                cookies,
-                ..
-            } => {
-                for (index, cookie) in (*index..).zip(cookies) {
-                    let object = *object;
-                    let key = Key {
-                        pool,
-                        object,
-                        index,
-                    };
-                    self.asked(queue, key, *cookie);
-                }
-            }
-            Request::Ref { pages, .. } => {
-                for page in pages {
-                    let key = Key {
-                        pool,
-                        object: page.object,
-                        index: page.index,
-                    };
-                    self.chunk(queue, pool, page.object, page.index);
-                    if !self.puts.contains_key(&(key, page.cookie)) {
+                Request::Get { .. } => self.requested(queue, key, cookie),
+                _ => {
+                    self.chunk(queue, key);
+                    if !self.puts.contains_key(&(key, cookie)) {
                         let what =
                             format!("a REF names {key:?}, which was not put in this generation");
                         self.fail("generation", what);
                     }
                 }
             }
-            _ => {}
         }
     }
 
@@ -286,39 +261,19 @@ impl Oracle {
         if !self.is_current(flight.generation) {
             return;
         }
-        let key = |pool, object, index| Key {
-            pool,
-            object,
-            index,
-        };
-        match &*flight.request {
-            Request::Get {
-                pool,
-                object,
-                index,
-                cookies,
-                ..
-            } => {
-                for (i, (cookie, page)) in cookies.iter().zip(&answer.pages).enumerate() {
-                    let put = (key(*pool, *object, index + i as u64), *cookie);
-                    if page.flags & wire::GET_RETAINED != 0
-                        && let Some((fate @ Fate::Asked, _)) = self.puts.get_mut(&put)
-                    {
-                        *fate = Fate::Retained;
-                    }
+        for (put, page) in flight.request.pages().into_iter().zip(&answer.pages) {
+            let Some((fate, _)) = self.puts.get_mut(&put) else {
+                continue;
+            };
+            match &*flight.request {
+                Request::Get { .. }
+                    if *fate == Fate::Requested && page.flags & wire::GET_RETAINED != 0 =>
+                {
+                    *fate = Fate::Retained;
                 }
+                Request::Ref { .. } if page.result == wire::P_GONE => *fate = Fate::Gone,
+                _ => {}
             }
-            Request::Ref { pool, pages } => {
-                for (page, answer) in pages.iter().zip(&answer.pages) {
-                    let put = (key(*pool, page.object, page.index), page.cookie);
-                    if answer.result == wire::P_GONE
-                        && let Some((fate, _)) = self.puts.get_mut(&put)
-                    {
-                        *fate = Fate::Gone;
-                    }
-                }
-            }
-            _ => {}
         }
     }
 
@@ -332,13 +287,13 @@ impl Oracle {
         self.puts.insert((key, cookie), (Fate::Sent, content));
     }
 
-    fn asked(&mut self, queue: usize, key: Key, cookie: u64) {
+    fn requested(&mut self, queue: usize, key: Key, cookie: u64) {
         if cookie == 0 {
             return;
         }
-        self.chunk(queue, key.pool, key.object, key.index);
+        self.chunk(queue, key);
         let fate = self.puts.get_mut(&(key, cookie));
-        match fate.map(|(fate, _)| std::mem::replace(fate, Fate::Asked)) {
+        match fate.map(|(fate, _)| std::mem::replace(fate, Fate::Requested)) {
             Some(Fate::Sent | Fate::Retained) => {}
             Some(Fate::Gone) => self.fail(
                 "gone",
@@ -348,7 +303,7 @@ impl Oracle {
                 "refused",
                 format!("the driver requested {key:?}, whose put was refused"),
             ),
-            Some(Fate::Asked) => self.fail(
+            Some(Fate::Requested) => self.fail(
                 "exclusive",
                 format!("the driver requested {key:?} twice after one put"),
             ),
@@ -359,8 +314,8 @@ impl Oracle {
         }
     }
 
-    fn chunk(&mut self, queue: usize, pool: u32, object: u64, index: u64) {
-        let chunk = (pool, object, index >> wire::CHUNK_SHIFT);
+    fn chunk(&mut self, queue: usize, key: Key) {
+        let chunk = (key.pool, key.object, key.index >> wire::CHUNK_SHIFT);
         let first = *self.chunks.entry(chunk).or_insert(queue);
         if first != queue {
             let what = format!(
@@ -420,20 +375,15 @@ impl Oracle {
         );
         let held = |model: &Model, (key, cookie): &(Key, u64)| model.cookie(*key) == Some(*cookie);
         let before = self.held_of(&done.request);
-        if let Err(violation) = self.model.judge(&flight.asked, &done, queue_of) {
+        if let Err(violation) = self.model.judge(&flight.record, &done, queue_of) {
             self.fail("device", violation.to_string());
         }
-        if let Request::Put { pool, pages } = &done.request
+        if let Request::Put { .. } = &done.request
             && done.generation == self.model.generation()
         {
-            for (page, answer) in pages.iter().zip(&done.answer.pages) {
-                let key = Key {
-                    pool: *pool,
-                    object: page.object,
-                    index: page.index,
-                };
-                if answer.result == wire::P_REFUSED
-                    && let Some((fate, _)) = self.puts.get_mut(&(key, page.cookie))
+            for (put, page) in done.request.pages().into_iter().zip(&done.answer.pages) {
+                if page.result == wire::P_REFUSED
+                    && let Some((fate, _)) = self.puts.get_mut(&put)
                 {
                     *fate = Fate::Refused;
                 }
@@ -462,45 +412,14 @@ impl Oracle {
 
     /// Returns the pages that the device holds and that this request may make it drop.
     fn held_of(&self, request: &Request) -> Vec<(Key, u64)> {
-        let with_cookie = |key: Key| Some((key, self.model.cookie(key)?));
-        match request {
-            Request::Put { pool, pages } => {
-                let keys = pages.iter().map(|page| Key {
-                    pool: *pool,
-                    object: page.object,
-                    index: page.index,
-                });
-                keys.filter_map(with_cookie).collect()
-            }
-            Request::Get {
-                pool,
-                object,
-                index,
-                cookies,
-                ..
-            } => {
-                let keys = (*index..).take(cookies.len()).map(|index| Key {
-                    pool: *pool,
-                    object: *object,
-                    index,
-                });
-                keys.filter_map(with_cookie).collect()
-            }
-            Request::Ref { pool, pages } => {
-                let keys = pages.iter().map(|page| Key {
-                    pool: *pool,
-                    object: page.object,
-                    index: page.index,
-                });
-                keys.filter_map(with_cookie).collect()
-            }
-            Request::Flush { .. } => {
-                let puts = self.puts.keys().copied();
-                puts.filter(|put| with_cookie(put.0) == Some(*put))
-                    .collect()
-            }
-            _ => Vec::new(),
+        if let Request::Flush { .. } = request {
+            let puts = self.puts.keys().copied();
+            let held = |put: &(Key, u64)| self.model.cookie(put.0) == Some(put.1);
+            return puts.filter(held).collect();
         }
+        let keys = request.pages().into_iter().map(|(key, _)| key);
+        keys.filter_map(|key| Some((key, self.model.cookie(key)?)))
+            .collect()
     }
 
     /// Searches the memory of this guest for private pages of other guests.

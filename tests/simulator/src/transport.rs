@@ -11,10 +11,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tmem_model::memory::PAGE_BYTES;
-use tmem_model::model::Asked;
 use tmem_model::requests::{PAGE, Page, decode};
 use tmem_model::ring::RingLayout;
-use tmem_model::{Answer, Buffer, DriverRing, GuestRam, RamRegion, Request, RingError};
+use tmem_model::{
+    Answer, Buffer, DriverRing, GuestRam, RamRegion, Request, RingError, SentRequest,
+};
 use virtio_tmem as wire;
 
 /// Maximum number of pages or ranges in a request. Batches of this size are large enough to be
@@ -115,8 +116,8 @@ pub struct Flight {
     pub request: Arc<Request>,
     /// Generation that the request carries.
     pub generation: u64,
-    /// Data that [`tmem_model::Model`] needs to judge the answer.
-    pub asked: Asked,
+    /// Record that [`tmem_model::Model`] needs to judge the answer.
+    pub record: SentRequest,
     /// Address of the page with the request's metadata and answer.
     pub page: u64,
     /// Addresses of the pages of data that the device reads (put) or writes (get).
@@ -131,7 +132,7 @@ impl Flight {
 
     /// Returns the answer to this request, as it is in guest memory.
     pub fn answer(&self, ram: &GuestRam, used_bytes: u32) -> Answer {
-        let mut meta = vec![wire::S_UNANSWERED; self.request.encode(0).answer_meta_bytes];
+        let mut meta = vec![wire::S_UNANSWERED; self.request.answer_sizes().0];
         ram.read(self.page + ANSWER_AT, &mut meta);
         decode(&self.request, used_bytes, &meta, |i| {
             let mut page: Box<Page> = Box::new([0; PAGE]);

@@ -202,16 +202,16 @@ impl FakeGuest {
             .remove(&used.token)
             .expect("a chain in flight has no request");
         self.slots_free.push(p.slot);
-        let encoded_meta = p.request.encode(0).answer_meta_bytes;
+        let meta_bytes = p.request.answer_sizes().0;
         let (meta_at, meta_room) = p.placed.writable[0];
-        let mut meta = vec![wire::S_UNANSWERED; encoded_meta];
-        let n = encoded_meta.min(meta_room);
+        let mut meta = vec![wire::S_UNANSWERED; meta_bytes];
+        let n = meta_bytes.min(meta_room);
         self.ram.read(meta_at, &mut meta[..n]);
         let data_at = p
             .placed
             .writable
             .get(1)
-            .map_or(meta_at + encoded_meta as u64, |d| d.0);
+            .map_or(meta_at + meta_bytes as u64, |d| d.0);
         let answer = decode(&p.request, used.len, &meta, |i| {
             let mut page = Box::new([0; PAGE]);
             self.ram.read(data_at + i as u64 * PAGE_BYTES, &mut *page);

@@ -226,32 +226,16 @@ impl Driver {
         flight: &Flight,
         answer: &Answer,
     ) {
-        let Request::Get {
-            pool,
-            object,
-            index,
-            cookies,
-            retain,
-        } = &*flight.request
-        else {
-            return;
-        };
-        for (i, cookie) in cookies.iter().enumerate() {
-            let nth = i as u64;
-            let page = (inode, first + nth);
+        let retain = flight.request.retain();
+        for (i, (key, cookie)) in flight.request.pages().into_iter().enumerate() {
+            let page = (inode, first + i as u64);
             let result = answer.pages.get(i);
-            let hit = result.filter(|r| r.result == wire::P_HIT && r.cookie == *cookie);
+            let hit = result.filter(|r| r.result == wire::P_HIT && r.cookie == cookie);
             let retained = hit.is_some_and(|r| r.flags & wire::GET_RETAINED != 0);
             if !retained && retain >> i & 1 != 0 {
-                self.erase_cookie(page, *cookie);
+                self.erase_cookie(page, cookie);
             } else if retained && self.is(Mutation::EntryAddedAtAnswer) {
-                let (pool, object, index) = (*pool, *object, index + nth);
-                let key = Key {
-                    pool,
-                    object,
-                    index,
-                };
-                self.insert_again(port, page, (key, *cookie));
+                self.insert_again(port, page, (key, cookie));
             }
         }
     }

@@ -198,26 +198,6 @@ impl Driver {
         };
         self.index.insert(page, entry);
     }
-
-    /// Simulates a device that does not compare the cookies of a REF: replaces the cookies in the
-    /// driver's REF by the cookies that the device has.
-    pub(super) fn refer_to_held_cookies(&self, port: &Port<'_>, flight: &Flight) {
-        let Request::Ref { pool, pages } = &*flight.request else {
-            return;
-        };
-        for (i, page) in pages.iter().enumerate() {
-            let key = Key {
-                pool: *pool,
-                object: page.object,
-                index: page.index,
-            };
-            if let Some(cookie) = port.oracle.model.cookie(key) {
-                // Offset of the cookie in `ref_page`, after `req`: SPEC.md, "Retained pages".
-                let at = flight.page + 24 + 24 * i as u64 + 16;
-                self.transport.ram().write(at, &cookie.to_le_bytes());
-            }
-        }
-    }
 }
 
 #[cfg(test)]
