@@ -11,22 +11,17 @@
 use std::os::fd::OwnedFd;
 use std::sync::MutexGuard;
 
-use rustix::event::{EventfdFlags, eventfd};
 use tmem_model::Model;
+use tmem_model::daemon::{RingSetup, generation, notifiers, set_up_ring, stop_ring};
+use tmem_model::frontend::{
+    F_EVENT_IDX, F_INDIRECT_DESC, F_PROTOCOL_FEATURES, F_RETAIN, F_VERSION_1,
+};
 use tmemd::parts::Device;
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
-use vhost::vhost_user::message::{
-    VhostUserConfigFlags, VhostUserVirtioFeatures, VhostUserVringAddrFlags,
-};
-use virtio_tmem as wire;
 
 use crate::host::{FuzzedDaemon, lock};
 use crate::judge::{Chain, Due, Piece, due, judge, walk};
 use crate::ram::{BASE, Ram};
-
-const F_VERSION_1: u64 = 1 << 32;
-const F_INDIRECT_DESC: u64 = 1 << 28;
-const F_EVENT_IDX: u64 = 1 << 29;
 
 /// Number of queues: the control queue, and one request queue.
 pub const QUEUES: usize = 2;
@@ -117,8 +112,6 @@ impl Machine {
     /// whether the driver accepts the feature bit of retained pages.
     pub fn new(size: u16, event_idx: bool, retain: bool) -> Machine {
         assert!(size.is_power_of_two() && size <= SIZE_MAX);
-        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
-        let fds = || (0..QUEUES).map(|_| eventfd(0, flags).expect("cannot create an eventfd"));
         let ring = |number: usize| Ring {
             size,
             table: BASE + number as u64 * RING_BYTES,
@@ -132,15 +125,14 @@ impl Machine {
             ram: Ram::new(),
             rings: [ring(0), ring(1)],
             model: Model::new("guest").lossless(),
-            kicks: fds().collect(),
-            calls: fds().collect(),
+            kicks: notifiers(QUEUES),
+            calls: notifiers(QUEUES),
             judged: true,
             retain,
         };
         let event = if event_idx { F_EVENT_IDX } else { 0 };
-        let protocol = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
-        let retain = u64::from(retain) << wire::F_RETAIN;
-        let features = F_VERSION_1 | F_INDIRECT_DESC | protocol | event | retain;
+        let retain = if retain { F_RETAIN } else { 0 };
+        let features = F_VERSION_1 | F_INDIRECT_DESC | F_PROTOCOL_FEATURES | event | retain;
         let (regions, files) = machine.ram.table();
         let mut device = device(&machine.host);
         device
@@ -157,11 +149,7 @@ impl Machine {
     /// Reads the generation from the device. Records that the device has no page of this generation
     /// yet.
     fn begin(&mut self) {
-        let config = device(&self.host).get_config(0, 8, VhostUserConfigFlags::empty());
-        let bytes = config
-            .expect("the configuration is shorter than the generation's field")
-            .try_into();
-        let generation = u64::from_le_bytes(bytes.expect("the generation does not have 8 bytes"));
+        let generation = generation(&mut device(&self.host));
         self.model
             .begin(generation)
             .expect("the device reports a generation that is not new");
@@ -171,32 +159,21 @@ impl Machine {
     fn start(&mut self, queue: usize) {
         let ring = &mut self.rings[queue];
         (ring.stopped, ring.running) = (false, true);
-        let (ring, number) = (*ring, queue as u32);
+        let ring = *ring;
         let used = ring.answered.to_le_bytes();
         assert!(self.ram.write(ring.used() + 2, &used));
-        let file = |fd: &OwnedFd| {
-            Some(
-                fd.try_clone()
-                    .expect("cannot duplicate the descriptor")
-                    .into(),
-            )
+        let setup = RingSetup {
+            queue,
+            size: ring.size,
+            base: ring.answered,
+            addresses: [ring.table, ring.used(), ring.avail()].map(Ram::user),
+            kick: &self.kicks[queue],
+            call: &self.calls[queue],
         };
-        let (kick, call) = (file(&self.kicks[queue]), file(&self.calls[queue]));
-        let [table, used, avail] = [ring.table, ring.used(), ring.avail()].map(Ram::user);
-        let flags = VhostUserVringAddrFlags::empty();
         let mut device = device(&self.host);
-        let messages = [
-            device.set_vring_num(number, ring.size.into()),
-            device.set_vring_base(number, ring.answered.into()),
-            device.set_vring_addr(number, flags, table, used, avail, 0),
-            device.set_vring_kick(queue as u8, kick),
-            device.set_vring_call(queue as u8, call),
-            device.set_vring_enable(number, true),
-        ];
-        assert!(
-            messages.iter().all(Result::is_ok),
-            "the device refused a message: {messages:?}"
-        );
+        set_up_ring(&mut device, &setup).expect("the device refused a message");
+        let enabled = device.set_vring_enable(queue as u32, true);
+        enabled.expect("the device refused SET_VRING_ENABLE");
     }
 
     /// Stops a virtqueue and sets it up again, as around a pause or after a lost daemon. The daemon
@@ -206,8 +183,8 @@ impl Machine {
             return;
         }
         self.watched(|machine| {
-            let state = device(&machine.host).get_vring_base(queue as u32);
-            let base = { state.expect("the device does not have the queue").num } as u16;
+            let base = stop_ring(&mut device(&machine.host), queue);
+            let base = base.expect("the device does not have the queue");
             let ring = &mut machine.rings[queue];
             if machine.judged {
                 assert_eq!(
@@ -228,8 +205,7 @@ impl Machine {
     /// Sends RESET_DEVICE, which begins another generation without pages. Empties the rings.
     pub fn reset(&mut self) {
         for queue in 0..QUEUES {
-            let state = device(&self.host).get_vring_base(queue as u32);
-            state.expect("the device does not have the queue");
+            stop_ring(&mut device(&self.host), queue).expect("the device does not have the queue");
             self.rings[queue].running = false;
         }
         device(&self.host)
@@ -540,6 +516,7 @@ fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
 mod tests {
     use super::*;
     use tmem_model::requests::REQ_BYTES;
+    use virtio_tmem as wire;
 
     const NEXT: u16 = 1;
     const WRITE: u16 = 2;

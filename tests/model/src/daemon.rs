@@ -3,11 +3,13 @@
 //!
 //! [`TestDaemon`] is a complete daemon with its files in a directory of its own. [`HeadlessDaemon`]
 //! is a daemon without sockets and background threads. The code that uses it calls the background
-//! work. No other module of this crate uses the daemon's code, because the guest and the oracle are
+//! work, and sends the messages of a VMM by calls ([`set_up_ring`]). No other module of this crate uses the daemon's code, because the guest and the oracle are
 //! written from the specification alone.
 
 mod complete;
 mod headless;
+mod messages;
 
 pub use complete::TestDaemon;
 pub use headless::HeadlessDaemon;
+pub use messages::{RingSetup, generation, notifiers, set_up_ring, stop_ring};

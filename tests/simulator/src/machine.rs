@@ -10,25 +10,17 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, MutexGuard};
 
-use rustix::event::{EventfdFlags, eventfd};
+use tmem_model::daemon::{RingSetup, generation, notifiers, set_up_ring, stop_ring};
+use tmem_model::frontend::{F_EVENT_IDX, F_INDIRECT_DESC, F_RETAIN, F_VERSION_1};
 use tmem_model::memory::PAGE_BYTES;
 use tmem_model::{DirtyLog, GuestRam};
 use tmemd::parts::{Device, Session};
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
-use vhost::vhost_user::message::{
-    VhostUserConfigFlags, VhostUserLog, VhostUserMemoryRegion, VhostUserVirtioFeatures,
-    VhostUserVringAddrFlags,
-};
-
-use tmem_model::frontend::F_RETAIN;
+use vhost::vhost_user::message::{VhostUserLog, VhostUserMemoryRegion, VhostUserVirtioFeatures};
 
 use crate::host::{Fuse, SimulatedDaemon};
 use crate::mutation::Mutation;
 use crate::transport::{Layout, Transport, ram};
-
-const F_INDIRECT_DESC: u64 = 1 << 28;
-const F_EVENT_IDX: u64 = 1 << 29;
-const F_VERSION_1: u64 = 1 << 32;
 
 /// Connection of a VMM to a daemon.
 pub struct Link {
@@ -97,13 +89,6 @@ fn device(session: &Session) -> MutexGuard<'_, Device> {
         .device()
         .lock()
         .expect("another thread panicked while it held the device's lock")
-}
-
-/// Creates an eventfd for each queue, for kicks or interrupts.
-fn notifiers(queues: usize) -> Vec<OwnedFd> {
-    let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
-    let fd = |_| eventfd(0, flags).expect("cannot create an eventfd");
-    (0..queues).map(fd).collect()
 }
 
 fn consume(fd: &OwnedFd) -> bool {
@@ -271,25 +256,17 @@ impl Machine {
 
     fn start_ring(&mut self, queue: usize, base: u16) -> Done {
         let layout = self.layout.rings[queue];
-        let (ram, number) = (self.ram.clone(), queue as u32);
-        let clone = |fd: &OwnedFd| {
-            Some(
-                fd.try_clone()
-                    .expect("cannot duplicate the descriptor")
-                    .into(),
-            )
+        let addresses = [layout.desc, layout.used, layout.avail].map(|at| self.ram.host_addr(at));
+        let link = self.link.as_ref().ok_or("no backend")?;
+        let ring = RingSetup {
+            queue,
+            size: layout.size,
+            base,
+            addresses,
+            kick: &self.kicks[queue],
+            call: &self.calls[queue],
         };
-        let (kick, call) = (clone(&self.kicks[queue]), clone(&self.calls[queue]));
-        let mut device = device(&self.link()?.session);
-        refused("NUM", device.set_vring_num(number, layout.size.into()))?;
-        refused("BASE", device.set_vring_base(number, base.into()))?;
-        let flags = VhostUserVringAddrFlags::empty();
-        let at = |addr| ram.host_addr(addr);
-        let (desc, used, avail) = (at(layout.desc), at(layout.used), at(layout.avail));
-        let r = device.set_vring_addr(number, flags, desc, used, avail, 0);
-        refused("ADDR", r)?;
-        refused("KICK", device.set_vring_kick(queue as u8, kick))?;
-        refused("CALL", device.set_vring_call(queue as u8, call))
+        set_up_ring(&mut device(&link.session), &ring)
     }
 
     /// Stops the rings. When this function returns, the daemon no longer uses them.
@@ -301,11 +278,8 @@ impl Machine {
         for queue in 0..queues as u32 {
             refused("ENABLE", device.set_vring_enable(queue, false))?;
         }
-        for queue in 0..queues as u32 {
-            let state = refused("GET_VRING_BASE", device.get_vring_base(queue))?;
-            // Read the ring's base index from the field `num`, because the library has no function
-            // for it.
-            bases.push({ state.num } as u16);
+        for queue in 0..queues {
+            bases.push(stop_ring(&mut device, queue)?);
         }
         drop(device);
         link.started = false;
@@ -412,11 +386,4 @@ impl Machine {
         let r = device(&self.link()?.session).set_features(features);
         refused("SET_FEATURES", r)
     }
-}
-
-/// Returns the generation in the device's configuration, which the daemon reports.
-fn generation(device: &mut Device) -> u64 {
-    let bytes = device.get_config(0, 8, VhostUserConfigFlags::empty());
-    let bytes = bytes.expect("the configuration does not contain the generation");
-    u64::from_le_bytes(bytes.try_into().expect("the slice does not have 8 bytes"))
 }
