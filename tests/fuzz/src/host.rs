@@ -57,7 +57,7 @@ const WORK_PER_SLICE_MAX_NS: u64 = 260_000;
 const ROUNDS_MAX: usize = 2000;
 
 /// Action of the guest or its front end that happens when a worker checks the connection.
-pub enum Act {
+pub enum Action {
     /// The guest writes these bytes to its memory. The fields are the file of the memory, the
     /// offset in the file, and the bytes.
     Write(Arc<File>, u64, Vec<u8>),
@@ -74,9 +74,9 @@ pub enum Act {
 pub struct Watch {
     checks: AtomicU64,
     /// Pending actions, each with the number of connection checks after which it happens.
-    acts: Mutex<Vec<(u64, Act)>>,
-    /// Whether a scheduled action has happened since the last call of [`Watch::take_acted`].
-    acted: AtomicBool,
+    actions: Mutex<Vec<(u64, Action)>>,
+    /// Whether a scheduled action has happened since the last call of [`Watch::take_happened`].
+    happened: AtomicBool,
     hung_up: AtomicBool,
     /// Contents of the guest's memory at the moment when the front end closed the connection.
     left: Mutex<Option<Vec<u8>>>,
@@ -88,30 +88,30 @@ impl Watch {
     fn check(&self) -> Result<(), HungUp> {
         self.now_ns.fetch_add(CHECK_NS, SeqCst);
         self.checks.fetch_add(1, SeqCst);
-        let mut acts = lock(&self.acts);
-        acts.iter_mut().for_each(|(left, _)| *left -= 1);
-        let (due, rest): (Vec<_>, _) = acts.drain(..).partition(|(left, _)| *left == 0);
-        *acts = rest;
-        drop(acts);
-        for (_, act) in due {
+        let mut actions = lock(&self.actions);
+        actions.iter_mut().for_each(|(left, _)| *left -= 1);
+        let (due, rest): (Vec<_>, _) = actions.drain(..).partition(|(left, _)| *left == 0);
+        *actions = rest;
+        drop(actions);
+        for (_, action) in due {
             // Do not execute actions after the front end has closed the connection, because the
             // memory may then belong to another process.
             if self.hung_up.load(SeqCst) {
                 break;
             }
-            self.acted.store(true, SeqCst);
-            match act {
-                Act::Write(file, at, bytes) => file
+            self.happened.store(true, SeqCst);
+            match action {
+                Action::Write(file, at, bytes) => file
                     .write_all_at(&bytes, at)
                     .expect("the range is outside of the file of guest memory"),
-                Act::HangUp(file, bytes) => {
+                Action::HangUp(file, bytes) => {
                     let mut left = vec![0; bytes];
                     file.read_exact_at(&mut left, 0)
                         .expect("the range is outside of the file of guest memory");
                     *lock(&self.left) = Some(left);
                     self.hung_up.store(true, SeqCst);
                 }
-                Act::Drain(device) => {
+                Action::Drain(device) => {
                     if let Some(device) = device.upgrade() {
                         lock(&device).begin_drain();
                     }
@@ -127,15 +127,15 @@ impl Watch {
 
     /// Schedules an action for a later check of the connection. It happens at the next check if
     /// `checks` is 1.
-    pub fn at(&self, checks: u64, act: Act) {
-        lock(&self.acts).push((checks.max(1), act));
+    pub fn at(&self, checks: u64, action: Action) {
+        lock(&self.actions).push((checks.max(1), action));
     }
 
     /// Returns whether a scheduled action has happened since the last call. Cancels the pending
     /// actions.
-    pub fn take_acted(&self) -> bool {
-        lock(&self.acts).clear();
-        self.acted.swap(false, SeqCst)
+    pub fn take_happened(&self) -> bool {
+        lock(&self.actions).clear();
+        self.happened.swap(false, SeqCst)
     }
 
     /// Returns the guest's memory as it was when the front end closed the connection, or None if
@@ -253,7 +253,7 @@ impl Base {
         }
     }
 
-    fn give_the_neighbour_its_pages(&self) {
+    fn put_neighbour_pages(&self) {
         for index in 0..NEIGHBOURS {
             let page = content(index);
             let put = Put {
@@ -269,7 +269,7 @@ impl Base {
         }
     }
 
-    fn take_the_neighbours_pages(&self) {
+    fn check_neighbour_pages(&self) {
         for index in 0..NEIGHBOURS {
             let mut page = [[0; tmem_pool::PAGE_SIZE]];
             let mut result = [GetResult::Miss];
@@ -296,7 +296,7 @@ impl FuzzedDaemon {
     /// shared its memory yet.
     pub fn new() -> FuzzedDaemon {
         let base = BASE.with(Rc::clone);
-        base.give_the_neighbour_its_pages();
+        base.put_neighbour_pages();
         let watch: Arc<Watch> = Arc::default();
         let shared = ConnectionContext {
             workers: base.workers.clone(),
@@ -403,7 +403,7 @@ impl FuzzedDaemon {
         self.check();
         let FuzzedDaemon { base, session, .. } = self;
         session.end();
-        base.take_the_neighbours_pages();
+        base.check_neighbour_pages();
         base.maintain_all(0);
         base.daemon.background.unmap();
         let held = base.daemon.engine.stats().pages;

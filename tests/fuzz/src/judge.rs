@@ -84,7 +84,7 @@ pub fn walk(image: &[u8], table: u64, size: u16, head: u16) -> Option<Chain> {
 
 impl Chain {
     /// Returns the number of bytes that the device may write to the chain.
-    pub fn room(&self) -> u64 {
+    pub fn writable_bytes(&self) -> u64 {
         self.writable.iter().map(|piece| piece.1).sum()
     }
 
@@ -157,7 +157,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 /// Returns whether a request may name `pages` pages from `index` on. The object must not be 0, and
 /// no page number may have more than INDEX_BITS bits.
-fn exist(object: u64, index: u64, pages: u64) -> bool {
+fn is_in_range(object: u64, index: u64, pages: u64) -> bool {
     let end = u128::from(index) + u128::from(pages);
     object != 0 && index < 1 << wire::INDEX_BITS && end <= 1 << wire::INDEX_BITS
 }
@@ -222,7 +222,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
                 let (object, index, cookie) = key(bytes);
                 let flags = u32_at(bytes, 24);
                 let known = flags & !wire::PUT_WORKINGSET == 0 && u32_at(bytes, 28) == 0;
-                if !exist(object, index, 1) || cookie == 0 || !known {
+                if !is_in_range(object, index, 1) || cookie == 0 || !known {
                     return MALFORMED;
                 }
                 let page = page.to_vec().into_boxed_slice();
@@ -238,7 +238,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
         }
         wire::T_GET => {
             let (object, index) = (u64_at(body, 0), u64_at(body, 8));
-            if !exist(object, index, n as u64) {
+            if !is_in_range(object, index, n as u64) {
                 return MALFORMED;
             }
             let cookies = body[16..].chunks(8).map(|cookie| u64_at(cookie, 0));
@@ -258,7 +258,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
                 cookie,
             });
             let pages: Vec<_> = pages.collect();
-            let valid = |p: &RefPage| exist(p.object, p.index, 1) && p.cookie != 0;
+            let valid = |p: &RefPage| is_in_range(p.object, p.index, 1) && p.cookie != 0;
             if !pages.iter().all(valid) {
                 return MALFORMED;
             }
@@ -272,7 +272,10 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
                 nr_pages,
             });
             let ranges: Vec<_> = ranges.collect();
-            if !ranges.iter().all(|r| exist(r.object, r.index, r.nr_pages)) {
+            if !ranges
+                .iter()
+                .all(|r| is_in_range(r.object, r.index, r.nr_pages))
+            {
                 return MALFORMED;
             }
             Request::Flush { pool, ranges }

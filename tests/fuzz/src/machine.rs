@@ -182,7 +182,7 @@ impl Machine {
         if self.is_over() {
             return;
         }
-        self.watched(|machine| {
+        self.run_checked(|machine| {
             let base = stop_ring(&mut device(&machine.host), queue);
             let base = base.expect("the device does not have the queue");
             let ring = &mut machine.rings[queue];
@@ -286,13 +286,13 @@ impl Machine {
 
     /// Lets the daemon do all its work, and checks what it wrote.
     pub fn work(&mut self) {
-        self.watched(|machine| machine.host.work());
+        self.run_checked(|machine| machine.host.work());
     }
 
-    fn watched(&mut self, act: impl FnOnce(&mut Machine)) {
+    fn run_checked(&mut self, work: impl FnOnce(&mut Machine)) {
         let plan = if self.judged { self.plan() } else { None };
-        act(self);
-        let acted = self.host.watch.take_acted();
+        work(self);
+        let happened = self.host.watch.take_happened();
         let after = self.ram.current();
         if let Some(left) = self.host.watch.left() {
             assert!(
@@ -300,7 +300,7 @@ impl Machine {
                 "the daemon wrote to guest memory after the front end had hung up"
             );
         }
-        if acted || plan.is_none() {
+        if happened || plan.is_none() {
             self.judged = false;
         }
         if let Some(plan) = plan.filter(|_| self.judged) {
@@ -349,7 +349,7 @@ impl Machine {
                 let due = due(
                     queue == 0,
                     &request,
-                    chain.room(),
+                    chain.writable_bytes(),
                     chain.out_of_order,
                     self.retain,
                 );
@@ -365,7 +365,7 @@ impl Machine {
                 });
             }
         }
-        (busy < 2 && apart(&reads, writes)).then_some(plan)
+        (busy < 2 && are_disjoint(&reads, writes)).then_some(plan)
     }
 
     fn judge(&mut self, plan: Plan, after: &[u8]) {
@@ -406,7 +406,7 @@ impl Machine {
                 "the answers are not in the order of the requests"
             );
             assert!(
-                u64::from(length) <= planned.chain.room(),
+                u64::from(length) <= planned.chain.writable_bytes(),
                 "the used length {length} exceeds the writable part of the chain"
             );
             ring.answered = ring.answered.wrapping_add(1);
@@ -492,7 +492,7 @@ fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
 }
 
 /// Returns whether no written piece of memory overlaps another written or a read piece.
-fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
+fn are_disjoint(reads: &[Piece], writes: Vec<Piece>) -> bool {
     let end = |piece: &Piece| u128::from(piece.0) + u128::from(piece.1);
     let mut all: Vec<(Piece, bool)> = writes.into_iter().map(|piece| (piece, true)).collect();
     all.extend(reads.iter().map(|piece| (*piece, false)));

@@ -109,7 +109,7 @@ impl World {
     }
 
     /// Asserts that the daemon still serves the neighbour correctly.
-    fn serve_the_neighbour(&mut self) {
+    fn check_neighbour(&mut self) {
         self.inputs += 1;
         for _ in 0..2 {
             self.neighbour
@@ -141,7 +141,7 @@ pub fn run(bytes: &[u8]) {
             }
         }
         front_end.hang_up();
-        world.serve_the_neighbour();
+        world.check_neighbour();
     });
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tmem_model::requests::{Cut, cut};
 use tmem_model::{PutPage, Range, RefPage, Request};
 
-use crate::host::Act;
+use crate::host::Action;
 use crate::input::Input;
 use crate::machine::{ARENA, Machine, QUEUES};
 use crate::ram::{BASE, Ram, SEAM, TOP};
@@ -111,14 +111,17 @@ impl Player {
                 if let Some(places) = Ram::places(at, bytes.len() as u64) {
                     let (file, from) = (machine.ram.file.clone(), places[0].0 as u64);
                     let bytes = bytes[..places[0].1].to_vec();
-                    machine.host.watch.at(checks, Act::Write(file, from, bytes));
+                    machine
+                        .host
+                        .watch
+                        .at(checks, Action::Write(file, from, bytes));
                 }
             }
             12 => machine.restart(input.below(QUEUES)),
             13 => {
                 let checks = 1 + u64::from(input.u8()) % 24;
                 let device = Arc::downgrade(machine.host.session.device());
-                machine.host.watch.at(checks, Act::Drain(device));
+                machine.host.watch.at(checks, Action::Drain(device));
                 machine.kick(input.below(QUEUES));
                 // Restart both queues, which completes the drain.
                 machine.restart(0);
@@ -133,7 +136,7 @@ impl Player {
             _ => {
                 let checks = 1 + u64::from(input.u8()) % 24;
                 let (file, bytes) = (machine.ram.file.clone(), machine.ram.image.len());
-                machine.host.watch.at(checks, Act::HangUp(file, bytes));
+                machine.host.watch.at(checks, Action::HangUp(file, bytes));
             }
         }
     }

@@ -3,8 +3,9 @@
 //!
 //! [`TestDaemon`] is a complete daemon with its files in a directory of its own. [`HeadlessDaemon`]
 //! is a daemon without sockets and background threads. The code that uses it calls the background
-//! work, and sends the messages of a VMM by calls ([`set_up_ring`]). No other module of this crate uses the daemon's code, because the guest and the oracle are
-//! written from the specification alone.
+//! work, and sends the messages of a VMM by calls ([`set_up_ring`]). No other module of this crate
+//! uses the daemon's code, because the guest and the oracle are written from the specification
+//! alone.
 
 mod complete;
 mod headless;

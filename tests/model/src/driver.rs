@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest that follows the specification. Like the kernel module, it has an index with cookies and
-//! a generation, and uses one queue for each chunk (256 adjacent pages of an object). It sends
+//! A driver that follows the specification. Like the kernel module, it has an index with cookies
+//! and a generation, and uses one queue for each chunk (256 adjacent pages of an object). It sends
 //! random requests from a seed, and checks every answer.
 //!
 //! The driver also requests pages that it must not get: pages by old cookies, pages that were
 //! already returned, and pages that it never put. At most `window` requests are in flight.
+//!
+//! This driver has neither a page cache nor deadlines: it generates requests. The simulator's
+//! `DriverModel` models how guest-driver/ stores, evicts and reads pages. The two share requests,
+//! rings, memory, the oracle and the choice of the queue.
 //!
 //! If the guest has accepted `VIRTIO_TMEM_F_RETAIN`, gets allow the device to retain some of their
 //! pages. The driver then sends references (REF) to retained pages. It also sends references that

@@ -9,8 +9,8 @@
 //! spans queues, the model also uses the time at which the flush was sent. The oracle never asks
 //! the device for its state.
 //!
-//! This is the only oracle of answers: guests on a socket, the simulator and the fuzz targets use it.
-//! Each of them brings its own chains, and the fuzz targets their own parser of requests.
+//! This is the only oracle of answers: guests on a socket, the simulator and the fuzz targets use
+//! it. Each of them brings its own chains, and the fuzz targets their own parser of requests.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -31,7 +31,8 @@ pub struct Violation(pub String);
 /// Bytes that a page must have.
 #[derive(Clone)]
 enum Bytes {
-    /// Bytes that are generated again for each comparison, so that a large model takes little memory.
+    /// Bytes that are generated again for each comparison, so that a large model takes little
+    /// memory.
     Generated(Content),
     /// Bytes of the put itself.
     Kept(Arc<Page>),
@@ -139,9 +140,9 @@ impl Model {
         }
     }
 
-    /// Forbids the device to lose pages. This applies to a device that has memory for all pages that
-    /// the guest puts, and whose queues are not drained. Without this call, a get of any page may
-    /// miss.
+    /// Forbids the device to lose pages. This applies to a device that has memory for all pages
+    /// that the guest puts, and whose queues are not drained. Without this call, a get of any page
+    /// may miss.
     #[must_use]
     pub fn lossless(mut self) -> Self {
         self.lossless = true;
@@ -758,8 +759,8 @@ mod tests {
         answered(7, wire::S_STALE).expect_err("the oracle accepts STALE");
     }
 
-    /// Gives a lossless device the chance to lose a page: at a get of the page, at a REF, and at a get
-    /// that names another cookie.
+    /// Gives a lossless device the chance to lose a page: at a get of the page, at a REF, and at a
+    /// get that names another cookie.
     #[test]
     fn the_oracle_rejects_a_lost_page_of_a_lossless_device() {
         let mut m = model().lossless();

@@ -559,8 +559,8 @@ mod tests {
         assert_eq!(GENERATION_BYTES, size_of::<wire::Generation>());
     }
 
-    /// Decodes the bytes of an answer to a GET of two pages: a hit and a miss. A result that the used
-    /// length does not cover counts as missing.
+    /// Decodes the bytes of an answer to a GET of two pages: a hit and a miss. A result that the
+    /// used length does not cover counts as missing.
     #[test]
     fn an_answer_has_only_the_results_that_its_used_length_covers() {
         let get = Request::Get {

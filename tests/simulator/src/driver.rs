@@ -26,7 +26,9 @@ use self::puts::{PutBatch, Range, Slot};
 use self::refs::Ref;
 use crate::mutation::Mutation;
 use crate::oracle::Oracle;
-use crate::transport::{ASKS, BOUNCE, CONTROLS, Flight, GETS, PLACES, PUTS, Tag, Transport};
+use crate::transport::{
+    BOUNCE, CONTROLS, GETS, PUT_SLOTS, PUTS, PendingRequest, QUERIES, Tag, Transport,
+};
 
 /// Longest time in nanoseconds that a reader waits for the device.
 pub const DEADLINE_NS: u64 = 20_000_000;
@@ -38,7 +40,7 @@ const LATE_ROW_MAX: u32 = 3;
 const CONTROL_NS: u64 = 1_000_000_000;
 
 /// Minimum time in nanoseconds between two GENERATION requests, after which an answer is late.
-const ASK_NS: u64 = 1_000_000_000;
+const QUERY_NS: u64 = 1_000_000_000;
 
 /// Inode number of a file and index of a page in the file.
 pub type FilePage = (u32, u64);
@@ -68,26 +70,26 @@ pub struct Port<'a> {
 
 /// Model of the driver in a simulated guest.
 #[derive(Clone)]
-pub struct Driver {
+pub struct DriverModel {
     mutation: Option<Mutation>,
     /// The driver's virtqueues and buffers in guest memory.
     pub transport: Transport,
     generation: u64,
     /// Generation that the device gave last, in its configuration or in an answer; 0 for none.
-    told: u64,
-    /// Whether the driver learned `told` from an answer.
-    told_by_answer: bool,
+    device_generation: u64,
+    /// Whether the driver learned `device_generation` from an answer.
+    learned_from_answer: bool,
     /// Whether the driver must read the configuration: after a reset of the device, and after a
     /// notification.
     config: bool,
     /// GENERATION requests that the device owns.
-    asks: [bool; ASKS],
+    queries: [bool; QUERIES],
     /// Number of GENERATION requests that were sent since the last answer.
-    asks_unanswered: usize,
+    queries_unanswered: usize,
     /// Time at which the last GENERATION request was sent, in nanoseconds.
-    asked_at_ns: Option<u64>,
+    queried_at_ns: Option<u64>,
     /// Whether a STALE answer or a missing answer shows that the generation may be over.
-    ask_wanted: bool,
+    query_wanted: bool,
     /// Whether a GENERATION request was not answered in time.
     silent: bool,
     epoch: u32,
@@ -119,7 +121,7 @@ pub struct Driver {
     bypass: BTreeSet<u32>,
     /// Whether the mounted file system is registered with the driver's hooks.
     known: bool,
-    places_free: Vec<u64>,
+    put_slots_free: Vec<u64>,
     slots: Vec<Vec<Slot>>,
     batches: Vec<[Option<PutBatch>; PUTS]>,
     ranges: Vec<Vec<Range>>,
@@ -133,7 +135,7 @@ pub struct Driver {
     probing: bool,
 }
 
-impl Driver {
+impl DriverModel {
     /// Creates the state of a driver that the guest has just loaded. The driver's first cookie is
     /// `cookie` + 1.
     pub fn new(
@@ -141,20 +143,20 @@ impl Driver {
         cookie: u64,
         retain: bool,
         mutation: Option<Mutation>,
-    ) -> Driver {
+    ) -> DriverModel {
         let queues = transport.queues();
-        assert_eq!(transport.layout.places.len(), PLACES);
+        assert_eq!(transport.layout.put_slots.len(), PUT_SLOTS);
         assert_eq!(transport.layout.bounce.len(), BOUNCE);
-        Driver {
+        DriverModel {
             mutation,
             generation: 0,
-            told: 0,
-            told_by_answer: false,
+            device_generation: 0,
+            learned_from_answer: false,
             config: true,
-            asks: [false; ASKS],
-            asks_unanswered: 0,
-            asked_at_ns: None,
-            ask_wanted: false,
+            queries: [false; QUERIES],
+            queries_unanswered: 0,
+            queried_at_ns: None,
+            query_wanted: false,
             silent: false,
             epoch: 0,
             resync: true,
@@ -174,7 +176,7 @@ impl Driver {
             changed: None,
             bypass: BTreeSet::new(),
             known: true,
-            places_free: transport.layout.places.clone(),
+            put_slots_free: transport.layout.put_slots.clone(),
             slots: vec![Vec::new(); queues],
             batches: (0..queues).map(|_| [const { None }; PUTS]).collect(),
             ranges: vec![Vec::new(); queues],
@@ -243,42 +245,42 @@ impl Driver {
         self.object_last
     }
 
-    fn send(&mut self, port: &mut Port<'_>, queue: usize, flight: Flight, probe: bool) {
-        port.oracle.sent(queue, &flight, &self.transport, probe);
-        let wanted = flight.clone();
-        if self.transport.send(queue, flight) {
+    fn send(&mut self, port: &mut Port<'_>, queue: usize, pending: PendingRequest, probe: bool) {
+        port.oracle.sent(queue, &pending, &self.transport, probe);
+        let wanted = pending.clone();
+        if self.transport.send(queue, pending) {
             kick(&port.kicks[queue]);
         }
         self.name_held_cookies(port, &wanted);
     }
 
-    /// Simulates a device that does not compare the cookies of gets, or of REFs: replaces the cookies
-    /// in the driver's request by the cookies that the device has.
-    fn name_held_cookies(&self, port: &Port<'_>, flight: &Flight) {
+    /// Simulates a device that does not compare the cookies of gets, or of REFs: replaces the
+    /// cookies in the driver's request by the cookies that the device has.
+    fn name_held_cookies(&self, port: &Port<'_>, pending: &PendingRequest) {
         // Offset of the first cookie, after `req` and the fields before it, and distance of the
         // cookies: SPEC.md, "GET" and "Retained pages".
-        let (first, step) = match (self.mutation, &*flight.request) {
+        let (first, step) = match (self.mutation, &*pending.request) {
             (Some(Mutation::CookieUnchecked), Request::Get { .. }) => (24 + 16, 8),
             (Some(Mutation::RefCookieUnchecked), Request::Ref { .. }) => (24 + 16, 24),
             _ => return,
         };
-        for ((key, _), nth) in flight.request.pages().into_iter().zip(0..) {
+        for ((key, _), nth) in pending.request.pages().into_iter().zip(0..) {
             if let Some(cookie) = port.oracle.model.cookie(key) {
-                let at = flight.page + first + step * nth;
+                let at = pending.page + first + step * nth;
                 self.transport.ram().write(at, &cookie.to_le_bytes());
             }
         }
     }
 
-    fn flight(
+    fn pending(
         &self,
         port: &mut Port<'_>,
         tag: Tag,
         request: Request,
         (page, data): (u64, Vec<u64>),
         contents: Vec<Content>,
-    ) -> Flight {
-        Flight {
+    ) -> PendingRequest {
+        PendingRequest {
             tag,
             request: Arc::new(request),
             generation: self.generation,
@@ -293,13 +295,13 @@ impl Driver {
         loop {
             match self.transport.take(queue) {
                 Ok(None) => return,
-                Ok(Some((flight, answer))) => match flight.tag {
+                Ok(Some((pending, answer))) => match pending.tag {
                     Tag::Put(batch) => self.put_answered(queue, batch, &answer),
                     Tag::Flush => self.flushing[queue] = false,
-                    Tag::Ref => self.ref_answered(port, queue, &flight, &answer),
-                    Tag::Get(get) => self.get_answered(port, get, &flight, &answer),
-                    Tag::Control(nr) => self.control_answered(nr, &flight, answer.status),
-                    Tag::Ask(nr) => self.ask_answered(nr, answer.generation),
+                    Tag::Ref => self.ref_answered(port, queue, &pending, &answer),
+                    Tag::Get(get) => self.get_answered(port, get, &pending, &answer),
+                    Tag::Control(nr) => self.control_answered(nr, &pending, answer.status),
+                    Tag::Query(nr) => self.query_answered(nr, answer.generation),
                 },
                 Err(error) => {
                     port.oracle.fail("order", format!("queue {queue}: {error}"));
@@ -310,7 +312,7 @@ impl Driver {
     }
 
     fn stale(&mut self, status: u8) {
-        self.ask_wanted |= status == wire::S_STALE;
+        self.query_wanted |= status == wire::S_STALE;
     }
 
     /// Erases the index entries of the pages `from..=to` of a file, so that the driver does not

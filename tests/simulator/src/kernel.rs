@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use tmem_model::Content;
 
 use crate::content::{self, Version};
-use crate::driver::{DEADLINE_NS, Driver, FilePage, Port};
+use crate::driver::{DEADLINE_NS, DriverModel, FilePage, Port};
 use crate::mutation::Mutation;
 
 /// Number of files of a guest.
@@ -71,7 +71,7 @@ pub struct Kernel {
     guest: usize,
     mutation: Option<Mutation>,
     /// The model of the guest driver.
-    pub driver: Driver,
+    pub driver: DriverModel,
     cache: BTreeMap<FilePage, Cached>,
     /// Inodes of the files that are open for direct writes.
     writers: BTreeSet<u32>,
@@ -113,7 +113,7 @@ impl Kernel {
     }
 
     /// Creates a kernel that has just booted, with an empty page cache.
-    pub fn new(guest: usize, driver: Driver, mutation: Option<Mutation>) -> Kernel {
+    pub fn new(guest: usize, driver: DriverModel, mutation: Option<Mutation>) -> Kernel {
         Kernel {
             guest,
             mutation,

@@ -13,8 +13,8 @@
 //! | `host.rs`, `clock.rs` | the real daemon without threads; its clock and entropy source |
 //! | `machine.rs` | a VM and its VMM: memory, interrupts, messages |
 //! | `kernel.rs`, `content.rs` | a guest's files |
-//! | `driver.rs`, `driver/`, `transport.rs` | the model of the guest driver |
-//! | `oracle.rs` | the checks |
+//! | `driver.rs`, `driver/`, `transport.rs` | `DriverModel`, the model of the guest driver |
+//! | `oracle.rs` | the checks; `tmem_model::Model` judges the device's answers |
 //! | `mutation.rs` | rules that can be broken |
 //! | `shrink.rs`, `run.rs` | fewer steps for the same failure; many seeds |
 //!

@@ -244,8 +244,8 @@ impl Machine {
         drop(device);
         link.started = true;
         if self.mutation == Some(Mutation::GenerationUnchecked) {
-            for flight in transport.flight.iter().flatten() {
-                self.ram.write(flight.page, &generation.to_le_bytes());
+            for pending in transport.pending.iter().flatten() {
+                self.ram.write(pending.page, &generation.to_le_bytes());
             }
         }
         self.generation = generation;

@@ -13,7 +13,7 @@ use virtio_tmem as wire;
 
 use crate::content;
 use crate::mutation::Mutation;
-use crate::transport::{Flight, Transport};
+use crate::transport::{PendingRequest, Transport};
 
 /// A failure that an oracle found: a rule was broken.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ const ENDED: usize = 12;
 
 /// State of a put page, as far as a correct driver knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
+enum PutState {
     /// The driver has sent the put. It is stored or not answered yet.
     Sent,
     /// The device answered the put with REFUSED, so it does not hold the page.
@@ -70,7 +70,7 @@ pub struct Oracle {
     /// Ids of all pools that the driver created in this generation.
     pools: BTreeSet<u32>,
     /// Puts of this generation with their states and contents, by key and cookie.
-    puts: BTreeMap<(Key, u64), (Fate, Content)>,
+    puts: BTreeMap<(Key, u64), (PutState, Content)>,
     /// Cookies that the driver has used in this generation.
     cookies: HashSet<u64>,
     /// Pages that the device had to drop most recently, by key and cookie.
@@ -181,29 +181,35 @@ impl Oracle {
 
     /// Checks a request that the driver sends. `probe` is true for a test or a probe of the device,
     /// which names a page that a driver would not request.
-    pub fn sent(&mut self, queue: usize, flight: &Flight, transport: &Transport, probe: bool) {
-        let busy = transport.flight.iter().flatten();
-        let busy: BTreeSet<u64> = busy.flat_map(Flight::pages).collect();
-        if let Some(page) = flight.pages().find(|page| busy.contains(page)) {
+    pub fn sent(
+        &mut self,
+        queue: usize,
+        pending: &PendingRequest,
+        transport: &Transport,
+        probe: bool,
+    ) {
+        let busy = transport.pending.iter().flatten();
+        let busy: BTreeSet<u64> = busy.flat_map(PendingRequest::pages).collect();
+        if let Some(page) = pending.pages().find(|page| busy.contains(page)) {
             let what = format!(
                 "the request {:?} uses the buffer page {page:#x} of a request in flight",
-                flight.tag
+                pending.tag
             );
             self.fail("buffers", what);
         }
-        let refers = matches!(&*flight.request, Request::Ref { .. });
-        if !self.retain && (refers || flight.request.retain() != 0) {
+        let refers = matches!(&*pending.request, Request::Ref { .. });
+        if !self.retain && (refers || pending.request.retain() != 0) {
             let what = format!(
                 "the request {:?} uses retained pages, a feature that was not negotiated",
-                flight.tag
+                pending.tag
             );
             self.fail("feature", what);
         }
-        if *flight.request == Request::Generation {
+        if *pending.request == Request::Generation {
             return;
         }
-        let current = self.is_current(flight.generation);
-        if flight.generation == 0 {
+        let current = self.is_current(pending.generation);
+        if pending.generation == 0 {
             self.fail(
                 "generation",
                 "the driver sent a request without a generation".into(),
@@ -214,7 +220,7 @@ impl Oracle {
             // request of another generation, which the device must answer with STALE.
             return;
         }
-        if let Request::PoolCreate { pool, .. } = &*flight.request {
+        if let Request::PoolCreate { pool, .. } = &*pending.request {
             if !self.pools.insert(*pool) {
                 self.fail(
                     "ids",
@@ -223,15 +229,15 @@ impl Oracle {
             }
             return;
         }
-        let pool = flight.request.pool();
+        let pool = pending.request.pool();
         if pool != 0 && !self.pools.contains(&pool) {
             self.fail(
                 "generation",
                 format!("a request names pool {pool}, which was not created in this generation"),
             );
         }
-        for (key, cookie) in flight.request.pages() {
-            match &*flight.request {
+        for (key, cookie) in pending.request.pages() {
+            match &*pending.request {
                 Request::Put { .. } => {
                     self.chunk(queue, key);
                     // Check only that no cookie is repeated. The driver draws cookies in ascending
@@ -257,21 +263,21 @@ impl Oracle {
     }
 
     /// Records that the driver has taken the answer to a get for a reader, or to a REF.
-    pub fn taken(&mut self, flight: &Flight, answer: &Answer) {
-        if !self.is_current(flight.generation) {
+    pub fn taken(&mut self, pending: &PendingRequest, answer: &Answer) {
+        if !self.is_current(pending.generation) {
             return;
         }
-        for (put, page) in flight.request.pages().into_iter().zip(&answer.pages) {
-            let Some((fate, _)) = self.puts.get_mut(&put) else {
+        for (put, page) in pending.request.pages().into_iter().zip(&answer.pages) {
+            let Some((state, _)) = self.puts.get_mut(&put) else {
                 continue;
             };
-            match &*flight.request {
+            match &*pending.request {
                 Request::Get { .. }
-                    if *fate == Fate::Requested && page.flags & wire::GET_RETAINED != 0 =>
+                    if *state == PutState::Requested && page.flags & wire::GET_RETAINED != 0 =>
                 {
-                    *fate = Fate::Retained;
+                    *state = PutState::Retained;
                 }
-                Request::Ref { .. } if page.result == wire::P_GONE => *fate = Fate::Gone,
+                Request::Ref { .. } if page.result == wire::P_GONE => *state = PutState::Gone,
                 _ => {}
             }
         }
@@ -284,7 +290,7 @@ impl Oracle {
 
     /// Records that the driver sends a put with these contents.
     pub fn putting(&mut self, key: Key, cookie: u64, content: Content) {
-        self.puts.insert((key, cookie), (Fate::Sent, content));
+        self.puts.insert((key, cookie), (PutState::Sent, content));
     }
 
     fn requested(&mut self, queue: usize, key: Key, cookie: u64) {
@@ -292,18 +298,18 @@ impl Oracle {
             return;
         }
         self.chunk(queue, key);
-        let fate = self.puts.get_mut(&(key, cookie));
-        match fate.map(|(fate, _)| std::mem::replace(fate, Fate::Requested)) {
-            Some(Fate::Sent | Fate::Retained) => {}
-            Some(Fate::Gone) => self.fail(
+        let state = self.puts.get_mut(&(key, cookie));
+        match state.map(|(state, _)| std::mem::replace(state, PutState::Requested)) {
+            Some(PutState::Sent | PutState::Retained) => {}
+            Some(PutState::Gone) => self.fail(
                 "gone",
                 format!("the driver requested {key:?} after the device had answered GONE"),
             ),
-            Some(Fate::Refused) => self.fail(
+            Some(PutState::Refused) => self.fail(
                 "refused",
                 format!("the driver requested {key:?}, whose put was refused"),
             ),
-            Some(Fate::Requested) => self.fail(
+            Some(PutState::Requested) => self.fail(
                 "exclusive",
                 format!("the driver requested {key:?} twice after one put"),
             ),
@@ -333,18 +339,18 @@ impl Oracle {
         for queue in 0..transport.queues() {
             let ring = &transport.rings[queue];
             while self.seen[queue] != ring.used_idx_in_memory() {
-                let place = usize::from(self.seen[queue].wrapping_sub(ring.used_idx()));
+                let position = usize::from(self.seen[queue].wrapping_sub(ring.used_idx()));
                 self.seen[queue] = self.seen[queue].wrapping_add(1);
-                let used = transport.used(queue, place);
-                let flight = transport.flight[queue].get(place);
-                let (Some((_, used_bytes)), Some(flight)) = (used, flight) else {
+                let used = transport.used(queue, position);
+                let pending = transport.pending[queue].get(position);
+                let (Some((_, used_bytes)), Some(pending)) = (used, pending) else {
                     let what =
                         format!("queue {queue}: the device published an answer without a request");
                     self.fail("order", what);
                     self.seen[queue] = ring.used_idx_in_memory();
                     break;
                 };
-                self.judge(queue, flight, used_bytes, transport, &queue_of, &mut kept);
+                self.judge(queue, pending, used_bytes, transport, &queue_of, &mut kept);
             }
         }
         kept
@@ -353,7 +359,7 @@ impl Oracle {
     fn judge(
         &mut self,
         queue: usize,
-        flight: &Flight,
+        pending: &PendingRequest,
         used_bytes: u32,
         transport: &Transport,
         queue_of: &impl Fn(Key) -> usize,
@@ -362,9 +368,9 @@ impl Oracle {
         let done = Done {
             token: 0,
             queue,
-            request: (*flight.request).clone(),
-            generation: flight.generation,
-            answer: flight.answer(transport.ram(), used_bytes),
+            request: (*pending.request).clone(),
+            generation: pending.generation,
+            answer: pending.answer(transport.ram(), used_bytes),
         };
         let keeps = matches!(
             (self.mutation, &done.request),
@@ -375,7 +381,7 @@ impl Oracle {
         );
         let held = |model: &Model, (key, cookie): &(Key, u64)| model.cookie(*key) == Some(*cookie);
         let before = self.held_of(&done.request);
-        if let Err(violation) = self.model.judge(&flight.record, &done, queue_of) {
+        if let Err(violation) = self.model.judge(&pending.record, &done, queue_of) {
             self.fail("device", violation.to_string());
         }
         if let Request::Put { .. } = &done.request
@@ -383,9 +389,9 @@ impl Oracle {
         {
             for (put, page) in done.request.pages().into_iter().zip(&done.answer.pages) {
                 if page.result == wire::P_REFUSED
-                    && let Some((fate, _)) = self.puts.get_mut(&put)
+                    && let Some((state, _)) = self.puts.get_mut(&put)
                 {
-                    *fate = Fate::Refused;
+                    *state = PutState::Refused;
                 }
             }
         }

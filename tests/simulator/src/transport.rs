@@ -24,7 +24,7 @@ pub const BATCH: usize = 8;
 /// Maximum number of put batches in flight on a queue.
 pub const PUTS: usize = 2;
 /// Number of slots of the put ring, in which pages wait to be sent.
-pub const PLACES: usize = 20;
+pub const PUT_SLOTS: usize = 20;
 /// Maximum number of gets in flight.
 pub const GETS: usize = 5;
 /// Number of bounce pages, into which the device writes the answers to gets.
@@ -32,7 +32,7 @@ pub const BOUNCE: usize = 24;
 /// Maximum number of control requests in flight.
 pub const CONTROLS: usize = 3;
 /// Maximum number of GENERATION requests in flight.
-pub const ASKS: usize = 4;
+pub const QUERIES: usize = 4;
 /// Number of descriptors of a virtqueue.
 const RING: u16 = 64;
 
@@ -57,11 +57,11 @@ pub struct Layout {
     /// Addresses of the bounce pages, into which the device writes the answers to gets.
     pub bounce: Vec<u64>,
     /// Addresses of the put ring's pages, which contain copies of evicted pages.
-    pub places: Vec<u64>,
+    pub put_slots: Vec<u64>,
     /// Addresses of the control requests.
     pub controls: Vec<u64>,
     /// Addresses of the GENERATION requests.
-    pub asks: Vec<u64>,
+    pub queries: Vec<u64>,
 }
 
 /// Returns the regions of a guest's RAM, with a hole between them, as a PC has below 4 GiB.
@@ -81,9 +81,9 @@ impl Layout {
             flush: pages(queues),
             gets: pages(GETS),
             bounce: pages(BOUNCE),
-            places: pages(PLACES),
+            put_slots: pages(PUT_SLOTS),
             controls: pages(CONTROLS),
-            asks: pages(ASKS),
+            queries: pages(QUERIES),
             refs: pages(queues),
         }
     }
@@ -102,14 +102,14 @@ pub enum Tag {
     Get(usize),
     /// The control request with this number, of [`CONTROLS`].
     Control(usize),
-    /// The GENERATION request with this number, of [`ASKS`].
-    Ask(usize),
+    /// The GENERATION request with this number, of [`QUERIES`].
+    Query(usize),
 }
 
 /// A request in flight: the device owns it, or has answered it and the driver has not taken the
 /// answer.
 #[derive(Clone, Debug)]
-pub struct Flight {
+pub struct PendingRequest {
     /// Buffer that the request uses.
     pub tag: Tag,
     /// Contents of the request, without page data.
@@ -124,7 +124,7 @@ pub struct Flight {
     pub data: Vec<u64>,
 }
 
-impl Flight {
+impl PendingRequest {
     /// Returns the addresses of all guest pages that the request uses.
     pub fn pages(&self) -> impl Iterator<Item = u64> {
         std::iter::once(self.page).chain(self.data.iter().copied())
@@ -151,7 +151,7 @@ pub struct Transport {
     /// Driver's side of each virtqueue.
     pub rings: Vec<DriverRing>,
     /// Requests in flight, by queue, the oldest first.
-    pub flight: Vec<VecDeque<Flight>>,
+    pub pending: Vec<VecDeque<PendingRequest>>,
     indirect: bool,
     token: u64,
 }
@@ -173,7 +173,7 @@ impl Transport {
             ram: ram.clone(),
             layout: layout.clone(),
             rings: layout.rings.iter().map(ring).collect(),
-            flight: layout.rings.iter().map(|_| VecDeque::new()).collect(),
+            pending: layout.rings.iter().map(|_| VecDeque::new()).collect(),
             indirect,
             token: 0,
         }
@@ -191,7 +191,7 @@ impl Transport {
 
     /// Returns the number of requests in flight on all queues.
     pub fn in_flight(&self) -> usize {
-        self.flight.iter().map(VecDeque::len).sum()
+        self.pending.iter().map(VecDeque::len).sum()
     }
 
     /// Returns whether a queue has enough free descriptors for any request. A request takes a
@@ -202,21 +202,21 @@ impl Transport {
 
     /// Writes a request to guest memory and publishes it to the device. Returns whether the device
     /// wants a kick.
-    pub fn send(&mut self, queue: usize, flight: Flight) -> bool {
-        let encoded = flight.request.encode(flight.generation);
+    pub fn send(&mut self, queue: usize, pending: PendingRequest) -> bool {
+        let encoded = pending.request.encode(pending.generation);
         let ram = &self.ram;
-        ram.write(flight.page, &encoded.meta);
+        ram.write(pending.page, &encoded.meta);
         let unanswered = vec![wire::S_UNANSWERED; encoded.answer_meta_bytes];
-        ram.write(flight.page + ANSWER_AT, &unanswered);
+        ram.write(pending.page + ANSWER_AT, &unanswered);
         let buffer = |addr: u64, len: usize, writable| Buffer {
             addr,
             len: len as u32,
             writable,
         };
-        let is_get = matches!(&*flight.request, Request::Get { .. });
-        let data = flight.data.iter().map(|&addr| buffer(addr, PAGE, is_get));
-        let answer = buffer(flight.page + ANSWER_AT, encoded.answer_meta_bytes, true);
-        let mut buffers = vec![buffer(flight.page, encoded.meta.len(), false)];
+        let is_get = matches!(&*pending.request, Request::Get { .. });
+        let data = pending.data.iter().map(|&addr| buffer(addr, PAGE, is_get));
+        let answer = buffer(pending.page + ANSWER_AT, encoded.answer_meta_bytes, true);
+        let mut buffers = vec![buffer(pending.page, encoded.meta.len(), false)];
         if is_get {
             buffers.push(answer);
             buffers.extend(data);
@@ -224,25 +224,25 @@ impl Transport {
             buffers.extend(data);
             buffers.push(answer);
         }
-        let table = self.indirect.then_some(flight.page + TABLE_AT);
+        let table = self.indirect.then_some(pending.page + TABLE_AT);
         self.token += 1;
         let ring = &mut self.rings[queue];
         ring.add(&buffers, table, self.token)
             .expect("the virtqueue has no space, although the caller checked has_room");
-        self.flight[queue].push_back(flight);
+        self.pending[queue].push_back(pending);
         ring.publish()
     }
 
     /// Returns the used element for a request in flight: the number of the chain's first
-    /// descriptor, and the number of bytes that the device wrote. `place` is the position of the
+    /// descriptor, and the number of bytes that the device wrote. `position` is the position of the
     /// request among those in flight on the queue. Returns None if the request is not answered.
-    pub fn used(&self, queue: usize, place: usize) -> Option<(u32, u32)> {
+    pub fn used(&self, queue: usize, position: usize) -> Option<(u32, u32)> {
         let ring = &self.rings[queue];
         let answered = ring.used_idx_in_memory().wrapping_sub(ring.used_idx());
-        if place >= usize::from(answered) {
+        if position >= usize::from(answered) {
             return None;
         }
-        let number = ring.used_idx().wrapping_add(place as u16);
+        let number = ring.used_idx().wrapping_add(position as u16);
         let mut element = [0; 8];
         self.ram.read(self.used_at(queue, number), &mut element);
         let word = |at: usize| {
@@ -265,15 +265,15 @@ impl Transport {
     ///
     /// # Errors
     /// The device broke the rules of the virtqueue.
-    pub fn take(&mut self, queue: usize) -> Result<Option<(Flight, Answer)>, RingError> {
+    pub fn take(&mut self, queue: usize) -> Result<Option<(PendingRequest, Answer)>, RingError> {
         let Some(used) = self.rings[queue].pop_used()? else {
             return Ok(None);
         };
-        let flight = self.flight[queue]
+        let pending = self.pending[queue]
             .pop_front()
             .expect("the list of requests in flight lacks an answered request");
-        let answer = flight.answer(&self.ram, used.len);
-        Ok(Some((flight, answer)))
+        let answer = pending.answer(&self.ram, used.len);
+        Ok(Some((pending, answer)))
     }
 
     /// Returns the address and the first word of each page of the guest's memory.

@@ -19,7 +19,7 @@ use tmem_pool::{Put, PutResult};
 use virtio_tmem as wire;
 
 use crate::content::{self, Version};
-use crate::driver::{DEADLINE_NS, Driver, Port};
+use crate::driver::{DEADLINE_NS, DriverModel, Port};
 use crate::host::{SimulatedDaemon, SimulatedDaemonConfig};
 use crate::kernel::{FILES, Kernel, PAGES, Storage};
 use crate::machine::{Link, Machine};
@@ -151,7 +151,7 @@ impl World {
             let features = (setup.event_idx, setup.indirect, retain);
             let notifies = setup.notifies[number];
             let machine = Machine::new(queues, features, notifies, setup.mutation);
-            let driver = Driver::new(
+            let driver = DriverModel::new(
                 machine.transport(),
                 mix(setup.seed, 50 + number as u64) >> 2,
                 retain,
@@ -468,7 +468,7 @@ impl World {
         let guest = &mut self.guests[g];
         if let (true, Some((key, cookie))) = (guest.runs(), guest.oracle.any_put(pick.into())) {
             let (kernel, _, mut port) = guest.parts(now);
-            kernel.driver.ask_in_vain(&mut port, key, cookie);
+            kernel.driver.request_earlier_put(&mut port, key, cookie);
         }
     }
 
@@ -478,9 +478,9 @@ impl World {
         let machine = &self.guests[g].machine;
         if self.is(Mutation::GenerationUnchecked) && machine.generation != 0 {
             let transport = &self.guests[g].kernel.driver.transport;
-            for flight in transport.flight.iter().flatten() {
+            for pending in transport.pending.iter().flatten() {
                 let generation = machine.generation.to_le_bytes();
-                machine.ram.write(flight.page, &generation);
+                machine.ram.write(pending.page, &generation);
             }
         }
     }
@@ -589,17 +589,17 @@ impl World {
         }
         let guest = &self.guests[g];
         let transport = &guest.kernel.driver.transport;
-        for (queue, flights) in transport.flight.iter().enumerate() {
+        for (queue, requests) in transport.pending.iter().enumerate() {
             let ring = &transport.rings[queue];
             let seen = guest.oracle.seen(queue).wrapping_sub(ring.used_idx());
-            for (place, flight) in flights.iter().enumerate().skip(seen.into()) {
-                let Some((_, bytes)) = transport.used(queue, place) else {
+            for (position, pending) in requests.iter().enumerate().skip(seen.into()) {
+                let Some((_, bytes)) = transport.used(queue, position) else {
                     break;
                 };
-                let answer = flight.answer(transport.ram(), bytes);
-                let results = flight.page + ANSWER_AT + RESP_BYTES as u64;
+                let answer = pending.answer(transport.ram(), bytes);
+                let results = pending.page + ANSWER_AT + RESP_BYTES as u64;
                 for (nth, page) in (0..).zip(&answer.pages) {
-                    match (flight.tag, page.result) {
+                    match (pending.tag, page.result) {
                         (Tag::Ref, wire::P_HELD) if denies => {
                             transport.ram().write(results + nth, &[wire::P_GONE]);
                         }
@@ -622,11 +622,11 @@ impl World {
             return;
         }
         let transport = &guest.kernel.driver.transport;
-        for (place, flight) in transport.flight[wire::CONTROL_QUEUE].iter().enumerate() {
-            if transport.used(wire::CONTROL_QUEUE, place).is_some()
-                && matches!(flight.tag, Tag::Ask(_))
+        for (position, pending) in transport.pending[wire::CONTROL_QUEUE].iter().enumerate() {
+            if transport.used(wire::CONTROL_QUEUE, position).is_some()
+                && matches!(pending.tag, Tag::Query(_))
             {
-                let body = flight.page + ANSWER_AT + RESP_BYTES as u64;
+                let body = pending.page + ANSWER_AT + RESP_BYTES as u64;
                 transport.ram().write(body, &guest.earlier.to_le_bytes());
             }
         }
@@ -635,16 +635,16 @@ impl World {
     fn show_neighbour(&mut self, g: usize) {
         if self.is(Mutation::NeighbourShown) && self.setup.guests > 1 {
             let transport = &self.guests[g].kernel.driver.transport;
-            for (queue, flights) in transport.flight.iter().enumerate() {
-                for (place, flight) in flights.iter().enumerate() {
-                    let Some((_, bytes)) = transport.used(queue, place) else {
+            for (queue, requests) in transport.pending.iter().enumerate() {
+                for (position, pending) in requests.iter().enumerate() {
+                    let Some((_, bytes)) = transport.used(queue, position) else {
                         break;
                     };
-                    let answer = flight.answer(transport.ram(), bytes);
+                    let answer = pending.answer(transport.ram(), bytes);
                     let miss = answer.pages.first().map(|page| page.result);
-                    if matches!(flight.tag, Tag::Get(_)) && miss == Some(wire::P_MISS) {
+                    if matches!(pending.tag, Tag::Get(_)) && miss == Some(wire::P_MISS) {
                         let word = content::mark((g + 1) % self.setup.guests);
-                        transport.ram().write(flight.data[0], &word.to_le_bytes());
+                        transport.ram().write(pending.data[0], &word.to_le_bytes());
                     }
                 }
             }

@@ -21,8 +21,8 @@ pub struct RingSetup<'a> {
     pub size: u16,
     /// Ring index at which the device starts.
     pub base: u16,
-    /// Addresses of the descriptor table, the used ring and the available ring, in the VMM's address
-    /// space.
+    /// Addresses of the descriptor table, the used ring and the available ring, in the VMM's
+    /// address space.
     pub addresses: [u64; 3],
     /// Eventfd through which the guest notifies the device.
     pub kick: &'a OwnedFd,

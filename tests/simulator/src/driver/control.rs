@@ -7,9 +7,9 @@ use tmem_model::Request;
 use tmem_model::requests::REPORT_BYTES;
 use virtio_tmem as wire;
 
-use super::{ASK_NS, CONTROL_NS, Driver, Port, REPORT_NS};
+use super::{CONTROL_NS, DriverModel, Port, QUERY_NS, REPORT_NS};
 use crate::mutation::Mutation;
-use crate::transport::{ASKS, CONTROLS, Flight, Tag};
+use crate::transport::{CONTROLS, PendingRequest, QUERIES, Tag};
 
 /// State of a buffer for a control request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub enum Control {
     Abandoned,
 }
 
-impl Driver {
+impl DriverModel {
     /// Records that the device's configuration changed.
     pub fn config_changed(&mut self) {
         self.config = true;
@@ -42,67 +42,67 @@ impl Driver {
         for control in &mut self.controls {
             if matches!(control, Control::Sent(until) if *until <= port.now_ns) {
                 *control = Control::Abandoned;
-                self.ask_wanted = true;
+                self.query_wanted = true;
             }
         }
         if std::mem::take(&mut self.config) {
             // The caller has taken the answers that have come. They are older than the
             // configuration.
-            (self.told, self.told_by_answer) = (port.generation, false);
-            (self.asks_unanswered, self.silent) = (0, false);
+            (self.device_generation, self.learned_from_answer) = (port.generation, false);
+            (self.queries_unanswered, self.silent) = (0, false);
             self.resync = true;
         }
         if self.resync {
             self.sync(port);
         }
-        self.ask_generation(port);
+        self.query_generation(port);
     }
 
     /// Asks the device for its generation, if that is needed and the last request is long ago.
-    fn ask_generation(&mut self, port: &mut Port<'_>) {
-        let needed = self.generation == 0 || self.tripped || self.ask_wanted;
-        let since_ns = self.asked_at_ns.map(|at_ns| port.now_ns - at_ns);
-        let early = since_ns.is_some_and(|since_ns| since_ns < ASK_NS);
+    fn query_generation(&mut self, port: &mut Port<'_>) {
+        let needed = self.generation == 0 || self.tripped || self.query_wanted;
+        let since_ns = self.queried_at_ns.map(|at_ns| port.now_ns - at_ns);
+        let early = since_ns.is_some_and(|since_ns| since_ns < QUERY_NS);
         if self.is(Mutation::GenerationUnasked) || !needed || early {
             return;
         }
-        if self.asks_unanswered > 0 {
+        if self.queries_unanswered > 0 {
             self.silent = true;
             self.tripped |= self.generation != 0;
         }
-        let free = (0..ASKS).find(|nr| !self.asks[*nr]);
+        let free = (0..QUERIES).find(|nr| !self.queries[*nr]);
         let Some(nr) = free.filter(|_| self.transport.has_room(wire::CONTROL_QUEUE)) else {
             return;
         };
-        self.asks[nr] = true;
-        self.asks_unanswered += 1;
-        self.asked_at_ns = Some(port.now_ns);
-        let page = self.transport.layout.asks[nr];
-        let mut flight = self.flight(
+        self.queries[nr] = true;
+        self.queries_unanswered += 1;
+        self.queried_at_ns = Some(port.now_ns);
+        let page = self.transport.layout.queries[nr];
+        let mut pending = self.pending(
             port,
-            Tag::Ask(nr),
+            Tag::Query(nr),
             Request::Generation,
             (page, vec![]),
             vec![],
         );
-        flight.generation = 0;
-        self.send(port, wire::CONTROL_QUEUE, flight, false);
+        pending.generation = 0;
+        self.send(port, wire::CONTROL_QUEUE, pending, false);
     }
 
     /// Takes the generation of an answer, which is 0 if the answer has none.
-    pub(super) fn ask_answered(&mut self, nr: usize, generation: u64) {
-        self.asks[nr] = false;
+    pub(super) fn query_answered(&mut self, nr: usize, generation: u64) {
+        self.queries[nr] = false;
         if generation != 0 {
-            (self.told, self.told_by_answer) = (generation, true);
-            (self.asks_unanswered, self.silent) = (0, false);
-            (self.ask_wanted, self.resync) = (false, true);
+            (self.device_generation, self.learned_from_answer) = (generation, true);
+            (self.queries_unanswered, self.silent) = (0, false);
+            (self.query_wanted, self.resync) = (false, true);
         }
     }
 
     fn sync(&mut self, port: &mut Port<'_>) {
-        if self.told != self.generation {
+        if self.device_generation != self.generation {
             self.forget();
-            self.generation = self.told;
+            self.generation = self.device_generation;
             (self.late_row, self.tripped) = (0, false);
         }
         // Send one control request at a time. The driver sends the next one when the answer
@@ -126,7 +126,7 @@ impl Driver {
 
     fn forget(&mut self) {
         let keeps = self.is(Mutation::IndexKept)
-            || (self.is(Mutation::IndexKeptAtAnswer) && self.told_by_answer);
+            || (self.is(Mutation::IndexKeptAtAnswer) && self.learned_from_answer);
         if keeps && self.pool != 0 {
             // Keep the index although the generation has changed: this is the rule that the
             // simulated driver breaks. The driver also keeps its pool's id, because it does not
@@ -168,19 +168,20 @@ impl Driver {
         }
         self.controls[nr] = Control::Sent(port.now_ns + CONTROL_NS);
         let page = self.transport.layout.controls[nr];
-        let flight = self.flight(port, Tag::Control(nr), request, (page, vec![]), vec![]);
-        self.send(port, wire::CONTROL_QUEUE, flight, false);
+        let pending = self.pending(port, Tag::Control(nr), request, (page, vec![]), vec![]);
+        self.send(port, wire::CONTROL_QUEUE, pending, false);
     }
 
-    pub(super) fn control_answered(&mut self, nr: usize, flight: &Flight, status: u8) {
+    pub(super) fn control_answered(&mut self, nr: usize, pending: &PendingRequest, status: u8) {
         let waited = matches!(self.controls[nr], Control::Sent(_));
         self.controls[nr] = Control::Free;
         self.stale(status);
         // An answer counts only if the driver still waited for it and its generation is the present
         // one. If the driver had given the request up, it sends the request again.
         self.resync |= !waited;
-        let current = flight.generation == self.generation;
-        if let (false, true, Request::PoolCreate { pool, .. }) = (waited, current, &*flight.request)
+        let current = pending.generation == self.generation;
+        if let (false, true, Request::PoolCreate { pool, .. }) =
+            (waited, current, &*pending.request)
         {
             // The driver had given up this POOL_CREATE, so the device now has a pool that the
             // driver does not use.
@@ -189,7 +190,7 @@ impl Driver {
         if !waited || !current {
             return;
         }
-        match &*flight.request {
+        match &*pending.request {
             Request::PoolCreate { pool, .. }
                 if status == wire::S_OK && self.pool == 0 && *pool == self.pool_last =>
             {

@@ -9,9 +9,9 @@ use tmem_model::requests::Page;
 use tmem_model::{Answer, Key, Request};
 use virtio_tmem as wire;
 
-use super::{DEADLINE_NS, Driver, FilePage, LATE_ROW_MAX, Port};
+use super::{DEADLINE_NS, DriverModel, FilePage, LATE_ROW_MAX, Port};
 use crate::mutation::Mutation;
-use crate::transport::{BATCH, Flight, GETS, Tag};
+use crate::transport::{BATCH, GETS, PendingRequest, Tag};
 
 /// State of a buffer for a get request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub enum Get {
     Probe(u64),
     /// The request names the page of an earlier put, usually one that the device must not return.
     /// No reader waits for the answer.
-    Vain,
+    Test,
 }
 
 /// A read of pages that are not in the page cache, while it waits for the device.
@@ -49,7 +49,7 @@ pub struct Got {
     pub waited_ns: u64,
 }
 
-impl Driver {
+impl DriverModel {
     /// Requests pages of a file from the device. [`finished`](Self::finished) returns them later.
     /// Returns the number of the read.
     pub fn get(&mut self, port: &mut Port<'_>, inode: u32, pages: &[u64]) -> u64 {
@@ -80,9 +80,9 @@ impl Driver {
                 } else if !self.is(Mutation::EntryKeptAtGet) {
                     self.index.remove(&(inode, page));
                 }
-                if let Some(place) = copy {
+                if let Some(address) = copy {
                     let mut copy: Box<Page> = Box::new([0; wire::PAGE_SIZE]);
-                    self.transport.ram().read(place, &mut *copy);
+                    self.transport.ram().read(address, &mut *copy);
                     reader.got.insert((inode, page), copy);
                     continue;
                 }
@@ -92,13 +92,13 @@ impl Driver {
                         && run.len() < BATCH
                 });
                 if !goes_on && !run.is_empty() {
-                    reader.waiting += usize::from(self.ask(port, id, inode, &run));
+                    reader.waiting += usize::from(self.request_run(port, id, inode, &run));
                     run.clear();
                 }
                 run.push((page, cookie, retain));
             }
             if !run.is_empty() {
-                reader.waiting += usize::from(self.ask(port, id, inode, &run));
+                reader.waiting += usize::from(self.request_run(port, id, inode, &run));
             }
         }
         self.readers.insert(id, reader);
@@ -108,7 +108,7 @@ impl Driver {
     /// Requests adjacent pages of a file for a reader. Each item of `run` is a page, its cookie,
     /// and whether the device may retain it. If the driver has no buffers for the request, erases
     /// the retained entries of these pages and returns false.
-    fn ask(
+    fn request_run(
         &mut self,
         port: &mut Port<'_>,
         reader: u64,
@@ -159,8 +159,8 @@ impl Driver {
         };
         self.gets[nr] = get;
         let page = self.transport.layout.gets[nr];
-        let flight = self.flight(port, Tag::Get(nr), request, (page, bounce), vec![]);
-        self.send(port, queue, flight, probe);
+        let pending = self.pending(port, Tag::Get(nr), request, (page, bounce), vec![]);
+        self.send(port, queue, pending, probe);
         true
     }
 
@@ -168,18 +168,18 @@ impl Driver {
         &mut self,
         port: &mut Port<'_>,
         nr: usize,
-        flight: &Flight,
+        pending: &PendingRequest,
         answer: &Answer,
     ) {
         self.stale(answer.status);
         let get = std::mem::replace(&mut self.gets[nr], Get::Free);
         let abandoned = matches!(get, Get::Abandoned(_));
         if !(self.is(Mutation::BounceReused) && abandoned) {
-            self.bounce_free.extend(&flight.data);
+            self.bounce_free.extend(&pending.data);
         }
         if let Get::Sent(_, first) | Get::Abandoned(first) = get {
-            port.oracle.taken(flight, answer);
-            self.end_gets(port, first, flight, answer);
+            port.oracle.taken(pending, answer);
+            self.end_gets(port, first, pending, answer);
         }
         match get {
             Get::Sent(id, (inode, first)) => {
@@ -187,7 +187,7 @@ impl Driver {
                     return;
                 };
                 reader.waiting -= 1;
-                let Request::Get { cookies, .. } = &*flight.request else {
+                let Request::Get { cookies, .. } = &*pending.request else {
                     return;
                 };
                 for (i, cookie) in cookies.iter().enumerate() {
@@ -197,7 +197,7 @@ impl Driver {
                         .filter(|page| page.cookie == *cookie);
                     let taken = if self.mutation == Some(Mutation::MissTaken) {
                         let mut copy: Box<Page> = Box::new([0; wire::PAGE_SIZE]);
-                        self.transport.ram().read(flight.data[i], &mut *copy);
+                        self.transport.ram().read(pending.data[i], &mut *copy);
                         Some(copy)
                     } else {
                         hit.and_then(|page| page.page.clone())
@@ -213,7 +213,7 @@ impl Driver {
                     (self.tripped, self.late_row) = (false, 0);
                 }
             }
-            Get::Abandoned(_) | Get::Vain | Get::Free => {}
+            Get::Abandoned(_) | Get::Test | Get::Free => {}
         }
     }
 
@@ -223,11 +223,11 @@ impl Driver {
         &mut self,
         port: &Port<'_>,
         (inode, first): FilePage,
-        flight: &Flight,
+        pending: &PendingRequest,
         answer: &Answer,
     ) {
-        let retain = flight.request.retain();
-        for (i, (key, cookie)) in flight.request.pages().into_iter().enumerate() {
+        let retain = pending.request.retain();
+        for (i, (key, cookie)) in pending.request.pages().into_iter().enumerate() {
             let page = (inode, first + i as u64);
             let result = answer.pages.get(i);
             let hit = result.filter(|r| r.result == wire::P_HIT && r.cookie == cookie);
@@ -242,13 +242,13 @@ impl Driver {
 
     /// Requests the page of an earlier put, usually one that the device must not return, to test
     /// the device. No reader gets the answer.
-    pub fn ask_in_vain(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
+    pub fn request_earlier_put(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
         if self.generation != 0 {
             let key = (key.pool, key.object, key.index);
             // In about half of these gets, allow the device to retain the page. The driver will
             // send no REF for the page.
             let retain = u64::from(self.retain) & cookie & 1;
-            self.request(port, Get::Vain, key, (vec![cookie], retain), true);
+            self.request(port, Get::Test, key, (vec![cookie], retain), true);
         }
     }
 
@@ -306,11 +306,11 @@ impl Driver {
                 _ => continue,
             };
             self.gets[nr] = Get::Abandoned(first);
-            let mine = |flight: &&Flight| flight.tag == Tag::Get(nr);
-            let flight = self.transport.flight.iter().flatten().find(mine);
+            let mine = |pending: &&PendingRequest| pending.tag == Tag::Get(nr);
+            let pending = self.transport.pending.iter().flatten().find(mine);
             // Erase the retained entries of the requested pages. Without an answer, the driver does
             // not know whether the device has retained them.
-            let named = flight.map(|flight| flight.request.clone());
+            let named = pending.map(|pending| pending.request.clone());
             if let Some(Request::Get { cookies, .. }) = named.as_deref()
                 && !self.is(Mutation::RetainedKeptAtDeadline)
             {
@@ -319,8 +319,8 @@ impl Driver {
                 }
             }
             if self.is(Mutation::BounceReused) {
-                let flight = self.transport.flight.iter().flatten().find(mine);
-                let pages = flight.map(|flight| flight.data.clone());
+                let pending = self.transport.pending.iter().flatten().find(mine);
+                let pages = pending.map(|pending| pending.data.clone());
                 self.bounce_free.extend(pages.unwrap_or_default());
             }
         }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Puts and flushes of the model of the guest driver. A put copies the page into a slot of the put
-//! ring (a "place") and adds it to the index. The feeder thread sends it later.
+//! ring and adds it to the index. The feeder thread sends it later.
 //!
 //! A put never waits. If a put is dropped or refused, the index has no entry for its page.
 
 use tmem_model::{Answer, Content, Key, PutPage, Range as Ranged, Request};
 use virtio_tmem as wire;
 
-use super::{Driver, Entry, Port};
+use super::{DriverModel, Entry, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, PUTS, Tag};
 
@@ -25,7 +25,7 @@ pub struct Slot {
     epoch: u32,
     workingset: bool,
     /// Address of the page's copy in the put ring.
-    pub(super) place: u64,
+    pub(super) address: u64,
     content: Content,
 }
 
@@ -45,7 +45,7 @@ pub struct Range {
     nr_pages: u64,
 }
 
-impl Driver {
+impl DriverModel {
     /// Puts a clean page that the guest evicts from its page cache. Erases the page's index entry
     /// if the put is not possible.
     pub fn put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) {
@@ -63,10 +63,10 @@ impl Driver {
         if self.refuses(inode) || self.changed.is_some() {
             return false;
         }
-        let Some(place) = self.places_free.pop() else {
+        let Some(address) = self.put_slots_free.pop() else {
             return false;
         };
-        self.transport.ram().write(place, &*content.page());
+        self.transport.ram().write(address, &*content.page());
         if !self.is(Mutation::CookieRepeated) || self.cookie_last.is_multiple_of(8) {
             self.cookie_last += 1;
         }
@@ -87,7 +87,7 @@ impl Driver {
             cookie,
             epoch: self.epoch,
             workingset,
-            place,
+            address,
             content,
         });
         true
@@ -104,7 +104,7 @@ impl Driver {
     pub(super) fn in_ring(&self, queue: usize, cookie: u64) -> Option<u64> {
         let sent = self.batches[queue].iter().flatten().flat_map(|b| &b.slots);
         let mut slots = self.slots[queue].iter().chain(sent);
-        slots.find(|s| s.cookie == cookie).map(|s| s.place)
+        slots.find(|s| s.cookie == cookie).map(|s| s.address)
     }
 
     pub(super) fn remember_flush(&mut self, inode: u32, from: u64, to: u64) {
@@ -171,8 +171,8 @@ impl Driver {
         };
         self.flushing[queue] = true;
         let page = self.transport.layout.flush[queue];
-        let flight = self.flight(port, Tag::Flush, request, (page, vec![]), vec![]);
-        self.send(port, queue, flight, false);
+        let pending = self.pending(port, Tag::Flush, request, (page, vec![]), vec![]);
+        self.send(port, queue, pending, false);
     }
 
     /// Sends one batch of puts. Returns whether there may be more puts to send.
@@ -187,7 +187,7 @@ impl Driver {
         {
             let slot = self.slots[queue].remove(0);
             self.erase(&slot);
-            self.places_free.push(slot.place);
+            self.put_slots_free.push(slot.address);
         }
         let Some(pool) = self.slots[queue].first().map(|slot| slot.pool) else {
             return false;
@@ -207,10 +207,10 @@ impl Driver {
             pool,
             pages: pages.collect(),
         };
-        let places = slots.iter().map(|slot| slot.place).collect();
+        let places = slots.iter().map(|slot| slot.address).collect();
         let contents = slots.iter().map(|slot| slot.content).collect();
         let page = self.transport.layout.puts[queue][nr];
-        let flight = self.flight(port, Tag::Put(nr), request, (page, places), contents);
+        let pending = self.pending(port, Tag::Put(nr), request, (page, places), contents);
         // A driver with a broken rule may send the batch to another queue. `batches` still lists it
         // under `queue`.
         let to = if self.is(Mutation::QueueAny) {
@@ -218,7 +218,7 @@ impl Driver {
         } else {
             queue
         };
-        self.send(port, to, flight, false);
+        self.send(port, to, pending, false);
         if port.oracle.is_current(self.generation) {
             for slot in &slots {
                 let key = Key {
@@ -254,7 +254,7 @@ impl Driver {
             if result != Some(wire::P_STORED) {
                 self.erase(slot);
             }
-            self.places_free.push(slot.place);
+            self.put_slots_free.push(slot.address);
         }
     }
 }

@@ -8,10 +8,10 @@
 use tmem_model::{Answer, Content, Key, RefPage, Request};
 use virtio_tmem as wire;
 
-use super::{Driver, FilePage, Port};
+use super::{DriverModel, FilePage, Port};
 use crate::kernel::index_of_end;
 use crate::mutation::Mutation;
-use crate::transport::{BATCH, Flight, Tag};
+use crate::transport::{BATCH, PendingRequest, Tag};
 
 /// Maximum number of REFs that wait to be sent on a queue. The driver drops further REFs.
 const REFS_MAX: usize = 6;
@@ -38,7 +38,7 @@ pub struct Ref {
     again: bool,
 }
 
-impl Driver {
+impl DriverModel {
     /// Returns whether the driver's get allows the device to retain a page.
     pub(super) fn may_retain(&self, page: u64, cookie: u64) -> bool {
         let end = page == index_of_end() && !self.is(Mutation::EndRetained);
@@ -139,20 +139,20 @@ impl Driver {
             pages: pages.collect(),
         };
         let page = self.transport.layout.refs[queue];
-        let flight = self.flight(port, Tag::Ref, request, (page, vec![]), vec![]);
+        let pending = self.pending(port, Tag::Ref, request, (page, vec![]), vec![]);
         self.referring[queue] = refs;
-        self.send(port, queue, flight, false);
+        self.send(port, queue, pending, false);
     }
 
     pub(super) fn ref_answered(
         &mut self,
         port: &mut Port<'_>,
         queue: usize,
-        flight: &Flight,
+        pending: &PendingRequest,
         answer: &Answer,
     ) {
         self.stale(answer.status);
-        port.oracle.taken(flight, answer);
+        port.oracle.taken(pending, answer);
         let refs = std::mem::take(&mut self.referring[queue]);
         for (nth, sent) in refs.iter().enumerate() {
             let result = answer.pages.get(nth).map(|page| page.result);
@@ -209,8 +209,8 @@ mod tests {
     #[test]
     fn the_driver_puts_pages_again_while_many_refs_are_answered_gone() {
         let machine = Machine::new(2, (true, true, true), true, None);
-        let mut driver = Driver::new(machine.transport(), 1, true, None);
-        let count = |driver: &mut Driver, gone: bool, times: usize| {
+        let mut driver = DriverModel::new(machine.transport(), 1, true, None);
+        let count = |driver: &mut DriverModel, gone: bool, times: usize| {
             for _ in 0..times {
                 driver.count_result(gone);
             }

@@ -6,7 +6,7 @@
 //! daemon that does not answer a message.
 
 use super::{Ghost, Late, Snapshot, World, mix};
-use crate::driver::Driver;
+use crate::driver::DriverModel;
 use crate::kernel::Kernel;
 use crate::mutation::Mutation;
 
@@ -193,12 +193,12 @@ impl World {
     /// data now, and writes the right data some steps later.
     fn hold_back(&mut self, g: usize) {
         let transport = &self.guests[g].kernel.driver.transport;
-        for (queue, flights) in transport.flight.iter().enumerate() {
-            for (place, flight) in flights.iter().enumerate() {
-                if transport.used(queue, place).is_none() {
+        for (queue, requests) in transport.pending.iter().enumerate() {
+            for (position, pending) in requests.iter().enumerate() {
+                if transport.used(queue, position).is_none() {
                     break;
                 }
-                for &addr in &flight.data {
+                for &addr in &pending.data {
                     let mut bytes = vec![0; 64];
                     transport.ram().read(addr, &mut bytes);
                     transport.ram().write(addr, &[0xee; 64]);
@@ -290,7 +290,7 @@ impl World {
             .search_for_foreign_pages(&guest.kernel.driver.transport);
         guest.boots += 1;
         let cookie = mix(seed, 100 * guest.boots + g as u64) >> 2;
-        let driver = Driver::new(
+        let driver = DriverModel::new(
             guest.machine.transport(),
             cookie,
             self.setup.retain[g],
