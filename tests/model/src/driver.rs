@@ -492,32 +492,26 @@ impl Driver {
     /// other pages by a cookie that was never used. Returns false if the ring is full or no slot
     /// (memory for a request) is free.
     pub fn get(&mut self, object: u64, start: u64, end: u64) -> bool {
+        let pool = self.pool;
+        let never = self.cookie_next + (1 << 40);
         let key = |index| Key {
-            pool: self.pool,
+            pool,
             object,
             index,
         };
-        let never = self.cookie_next + (1 << 40);
-        let cookies = (start..end)
-            .map(|i| self.index.get(&key(i)).copied().unwrap_or(never))
-            .collect();
+        let cookies = (start..end).map(|i| self.index.get(&key(i)).copied().unwrap_or(never));
         let get = Request::Get {
-            pool: self.pool,
+            pool,
             object,
             index: start,
-            cookies,
+            cookies: cookies.collect(),
             retain: self.retain_bits(end - start),
         };
-        let queue = self.queue_of(object, start);
-        if !self.send(queue, get, vec![]) {
+        let named = get.pages();
+        if !self.send(self.queue_of(object, start), get, vec![]) {
             return false;
         }
-        for index in start..end {
-            let key = Key {
-                pool: self.pool,
-                object,
-                index,
-            };
+        for (key, _) in named {
             if let Some(old) = self.index.remove(&key) {
                 self.remember_old(key, old);
             }
@@ -531,24 +525,14 @@ impl Driver {
             return true;
         }
         let (key, cookie) = self.old.swap_remove(self.rng.usize(..self.old.len()));
-        let Key {
-            pool,
-            object,
-            index,
-        } = key;
-        let queue = self.queue_of(object, index);
-        let retain = self.retain_bits(1);
-        self.send(
-            queue,
-            Request::Get {
-                pool,
-                object,
-                index,
-                cookies: vec![cookie],
-                retain,
-            },
-            vec![],
-        )
+        let get = Request::Get {
+            pool: key.pool,
+            object: key.object,
+            index: key.index,
+            cookies: vec![cookie],
+            retain: self.retain_bits(1),
+        };
+        self.send(self.queue_of(key.object, key.index), get, vec![])
     }
 
     fn remember_old(&mut self, key: Key, cookie: u64) {
@@ -569,7 +553,7 @@ impl Driver {
             index: start,
             nr_pages: end - start,
         };
-        self.flush_ranges(self.queue_of(object, start), vec![range])
+        self.flush_range(self.queue_of(object, start), range)
     }
 
     /// Flushes a whole object, whose pages may use all queues. Returns false if the ring is full or
@@ -580,23 +564,16 @@ impl Driver {
             index: 0,
             nr_pages: wire::TO_END,
         };
-        self.flush_ranges(self.queue_of(object, 0), vec![range])
+        self.flush_range(self.queue_of(object, 0), range)
     }
 
-    fn flush_ranges(&mut self, queue: usize, ranges: Vec<Range>) -> bool {
+    fn flush_range(&mut self, queue: usize, range: Range) -> bool {
         let pool = self.pool;
-        if !self.send(
-            queue,
-            Request::Flush {
-                pool,
-                ranges: ranges.clone(),
-            },
-            vec![],
-        ) {
+        let ranges = vec![range];
+        if !self.send(queue, Request::Flush { pool, ranges }, vec![]) {
             return false;
         }
-        let kept =
-            |k: &Key| k.pool != pool || !ranges.iter().any(|r| r.contains(k.object, k.index));
+        let kept = |k: &Key| k.pool != pool || !range.contains(k.object, k.index);
         self.index.retain(|k, _| kept(k));
         self.retained.retain(|k, _| kept(k));
         true
