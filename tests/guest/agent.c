@@ -330,7 +330,8 @@ static void put_file(const struct frame *request)
 	}
 	if (left && pwrite(fd, data, left, request->arg) != (ssize_t)left)
 		error = errno ? errno : EIO;
-	if (fchmod(fd, mode) && !error)
+	/* Files in /proc/sys keep their mode: EPERM. */
+	if (fchmod(fd, mode) && errno != EPERM && !error)
 		error = errno;
 	if (close(fd) && !error)
 		error = errno;
