@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Runs the torture program for a given time: `make check-guest-long DURATION=2h`.
+"""Runs the torture program for a given time: `make shard NAME=long DURATION=2h`.
 
 Each turn uses a new VM with another file system or another kernel. The program runs random
 operations on files, readers that must never see an older version of a page, and fixed scenarios. In

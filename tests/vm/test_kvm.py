@@ -23,7 +23,7 @@ QUEUES = 2  # a control queue and one request queue
 
 def test_kicks_and_interrupts_bypass_qemu(session: Session, kernel: Kernel, module: Path) -> None:
     if os.environ.get("TMEM_ACCEL") != "kvm":
-        pytest.skip("needs KVM: run make check-kvm")
+        pytest.skip("needs KVM: run make shard NAME=kvm")
     daemon = start_daemon(session)
     trace = session.directory / "trace"
     events = ("kvm_set_ioeventfd_mmio", "kvm_irqchip_add_msi_route")

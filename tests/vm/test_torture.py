@@ -33,7 +33,7 @@ from harness.session import Session
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 # Number of random operations of the main test, which takes half a minute. test_filesystems.py runs
-# 20,000 on each file system, and `make check-guest-long` runs for a given time.
+# 20,000 on each file system, and `make shard NAME=long` runs for a given time.
 OPERATIONS = 8_000
 # Files are few and small, so that the same pages come and go often.
 SMALL = "--files=16 --size-max=524288"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Test of the daemon's log with a real systemd-journald, in a namespace where `/run` is empty.
 //!
-//! The test does not run by default, because it needs systemd and user namespaces. `make check-ops`
+//! The test does not run by default, because it needs systemd and user namespaces. `make shard NAME=ops`
 //! runs it.
 
 use crate::common::until;
@@ -86,7 +86,7 @@ impl Drop for JournalTest {
 }
 
 #[test]
-#[ignore = "wants systemd-journald and user namespaces: make check-ops"]
+#[ignore = "wants systemd-journald and user namespaces: make shard NAME=ops"]
 fn log_messages_have_fields_in_the_journal() {
     let directory = tempfile::tempdir().unwrap();
     let mut host = JournalTest::start(directory.path());

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of the simulator itself: a seed always gives the same run, each broken rule is detected,
-//! and a failing script is shortened. `make check-sim` runs large numbers of seeds, in an optimised
-//! build.
+//! and a failing script is shortened. `make check` runs thousands of seeds.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -123,7 +122,6 @@ fn simulator_documentation_lists_exactly_the_mutations() {
 }
 
 #[test]
-#[cfg_attr(debug_assertions, ignore = "make check-sim runs it, optimised")]
 fn the_simulator_detects_each_mutation() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (mut missed, mut others) = (Vec::new(), Vec::new());

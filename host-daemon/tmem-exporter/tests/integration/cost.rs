@@ -7,7 +7,7 @@
 //! processor, the exporter uses most of the time of a scrape. Requests of guests never wait for a
 //! scrape, because another thread answers the scrape.
 //!
-//! This test needs a build with --release, so only `make check-ops` runs it.
+//! This test needs a build with --release, so only `make shard NAME=ops` runs it.
 
 use crate::common::{Exporter, ServedDaemon};
 use rustix::time::{ClockId, clock_gettime};
@@ -27,7 +27,7 @@ fn used() -> Duration {
 }
 
 #[test]
-#[ignore = "measures what is compiled with --release: make check-ops"]
+#[ignore = "measures what is compiled with --release: make shard NAME=ops"]
 fn a_scrape_each_second_costs_at_most_1_percent_cpu() {
     let mut host = ServedDaemon::with_more(VMS - 2);
     let exporter = Exporter::start(&host, &[]);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests with a real Prometheus: promtool checks the metrics and alert rules, and each query of the
 //! dashboard and the rules must have a result. Debian's package `prometheus` has both programs.
-//! `make check-ops` runs these tests.
+//! `make shard NAME=ops` runs these tests.
 
 use crate::common::{Certificate, Exporter, ServedDaemon, TIMEOUT, http};
 use serde_json::Value;
@@ -38,7 +38,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
 }
 
 #[test]
-#[ignore = "needs Debian's package prometheus: make check-ops"]
+#[ignore = "needs Debian's package prometheus: make shard NAME=ops"]
 fn promtool_accepts_the_metrics_and_the_alert_rules() {
     let mut host = ServedDaemon::new();
     host.work(200);
@@ -182,7 +182,7 @@ fn filled(query: &str) -> String {
 }
 
 #[test]
-#[ignore = "needs Debian's package prometheus: make check-ops"]
+#[ignore = "needs Debian's package prometheus: make shard NAME=ops"]
 fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     let mut host = ServedDaemon::new();
     let token = host.path("token");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of `tmemctl top` in a terminal of 80 × 24 characters. The terminal is tmux, because a
-//! test can read its screen. `make check-ops` runs these tests.
+//! test can read its screen. `make shard NAME=ops` runs these tests.
 
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
@@ -149,7 +149,7 @@ fn start(directory: &Path, socket: &str, options: &str) -> Tmux {
 }
 
 #[test]
-#[ignore = "needs tmux: make check-ops"]
+#[ignore = "needs tmux: make shard NAME=ops"]
 fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
     let directory = daemon.folder().to_path_buf();
@@ -247,7 +247,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
 
 /// A key, a signal or the end of the terminal ends `tmemctl top`, even if the daemon hangs.
 #[test]
-#[ignore = "needs tmux: make check-ops"]
+#[ignore = "needs tmux: make shard NAME=ops"]
 fn top_restores_the_terminal_at_its_end() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
     let directory = daemon.folder().to_path_buf();

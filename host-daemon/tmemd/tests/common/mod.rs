@@ -138,7 +138,7 @@ impl Daemon {
             }
             command.args(["--vm", &vm]);
         }
-        // `make test-rust` runs the tests once with io_uring and once with epoll. It selects the
+        // The shard `pool` runs some tests with epoll instead of io_uring. It selects the
         // event loop with the variable TMEM_EVENT_LOOP.
         if let Ok(event_loop) = std::env::var("TMEM_EVENT_LOOP") {
             command.args(["--event-loop", &event_loop]);
