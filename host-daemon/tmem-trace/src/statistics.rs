@@ -11,10 +11,13 @@
 //! | the answer to `GetStats` | `tmemd/src/control/statistics.rs` |
 //! | the interface file and docs/statistics.md | `TMEM_WRITE_DOCS=1 cargo test -p tmem-control` |
 //! | the number of series in docs/metrics.md | `TMEM_WRITE_DOCS=1 cargo test -p tmem-exporter` |
+//! | the sample screen in docs/tmemctl.md | `TMEM_WRITE_DOCS=1 cargo test -p tmemctl` |
 //! | metrics, the output of `tmemctl stats` and `tmemctl top` | the list [`Statistic::all`] |
 //!
 //! To add a counter, add a row to a block whose name ends with `counters` or `sums`, increment the
-//! field of this name where the event occurs, and run the tests that write the documents.
+//! field of this name where the event occurs, and run the tests that write the documents. The test
+//! of tmem-control comes first, because the daemon does not compile before the interface file has
+//! the field.
 
 /// Calls the macro `$then` with the table of statistics, after the tokens `$arguments` in braces.
 /// Each block of the table contains the statistics of one origin. A statistic of the engine or a
