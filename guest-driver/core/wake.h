@@ -4,9 +4,9 @@
  * the answer that ends a stall, or the feeder thread, which otherwise sleeps.
  *
  * The functions read fields of the queue without its locks. A task that adds work calls one of
- * slot_done() and wake_feeder() afterwards, and the sender checks queue_has_work() after it has
- * announced that it will sleep. Each of these pairs has a full barrier on both sides, so the work is
- * seen by at least one of them. The functions are inline, because puts run with interrupts off.
+ * slot_done() and wake_feeder() afterwards, and the feeder checks queue_has_work() after it has
+ * announced that it will sleep. Both sides have a full barrier in between, so at least one of them
+ * sees the work. The functions are inline, because puts run with interrupts off.
  */
 #ifndef _TMEM_WAKE_H
 #define _TMEM_WAKE_H
