@@ -100,37 +100,45 @@ static unsigned int share_pages(unsigned int eighths)
 	return min(tmem_budget_bytes() / 8UL * eighths / PAGE_SIZE, (unsigned long)UINT_MAX);
 }
 
-static int read_limits(struct tmem_dev *dev, unsigned int queues_max)
-{
-	struct virtio_device *vdev = dev->vdev;
-	u16 queues, batch_max;
-	u32 page_size, pools;
+/* Limits of the device, from its configuration. */
+struct limits {
+	u16 queues;			/* request queues */
+	u16 batch_max;
+	u32 pools;
+};
 
+/*
+ * Reads the limits of a device that the driver can use. Set-ups with fewer queues do not read them
+ * again, because a VMM may forward each read to the back end (DRV-57).
+ */
+static int read_limits(struct virtio_device *vdev, struct limits *limits)
+{
+	const char *why = unsuitable(vdev);
+	u32 page_size;
+
+	if (why) {
+		dev_err(&vdev->dev, "the device is not used: %s\n", why);
+		tmem_state_offline(why);
+		return -ENODEV;
+	}
 	virtio_cread_le(vdev, struct virtio_tmem_config, page_size, &page_size);
-	virtio_cread_le(vdev, struct virtio_tmem_config, num_request_queues, &queues);
+	virtio_cread_le(vdev, struct virtio_tmem_config, num_request_queues, &limits->queues);
 	/* Let a test use a device that has fewer queues than its configuration says. */
 	if (TMEM_INJECT(more_queues))
-		queues = VIRTIO_TMEM_REQUEST_QUEUES_MAX;
-	virtio_cread_le(vdev, struct virtio_tmem_config, batch_max, &batch_max);
-	virtio_cread_le(vdev, struct virtio_tmem_config, pools_max, &pools);
-	if (page_size != VIRTIO_TMEM_PAGE_SIZE || !queues ||
-	    queues > VIRTIO_TMEM_REQUEST_QUEUES_MAX || !batch_max ||
-	    batch_max > VIRTIO_TMEM_BATCH_MAX || !pools || pools > VIRTIO_TMEM_POOLS_MAX) {
-		dev_err(&vdev->dev,
-			"the device is not used: configuration out of range: page_size %u (%u), num_request_queues %u (1..%u), batch_max %u (1..%u), pools_max %u (1..%u); update the driver or the host\n",
-			page_size, VIRTIO_TMEM_PAGE_SIZE, queues, VIRTIO_TMEM_REQUEST_QUEUES_MAX,
-			batch_max, VIRTIO_TMEM_BATCH_MAX, pools, VIRTIO_TMEM_POOLS_MAX);
-		return -EINVAL;
-	}
-	/*
-	 * With several queues, several workers of the host can serve the puts and gets of one
-	 * processor. More queues than full batches in the ring would only take memory.
-	 */
-	dev->nr_queues = clamp(share_pages(TMEM_RING_EIGHTHS) / batch_max, 1,
-			       min_t(unsigned int, queues, queues_max));
-	dev->batch_max = batch_max;
-	dev->pools_max = pools;
-	return 0;
+		limits->queues = VIRTIO_TMEM_REQUEST_QUEUES_MAX;
+	virtio_cread_le(vdev, struct virtio_tmem_config, batch_max, &limits->batch_max);
+	virtio_cread_le(vdev, struct virtio_tmem_config, pools_max, &limits->pools);
+	if (page_size == VIRTIO_TMEM_PAGE_SIZE && limits->queues &&
+	    limits->queues <= VIRTIO_TMEM_REQUEST_QUEUES_MAX && limits->batch_max &&
+	    limits->batch_max <= VIRTIO_TMEM_BATCH_MAX && limits->pools &&
+	    limits->pools <= VIRTIO_TMEM_POOLS_MAX)
+		return 0;
+	dev_err(&vdev->dev,
+		"the device is not used: configuration out of range: page_size %u (%u), num_request_queues %u (1..%u), batch_max %u (1..%u), pools_max %u (1..%u); update the driver or the host\n",
+		page_size, VIRTIO_TMEM_PAGE_SIZE, limits->queues, VIRTIO_TMEM_REQUEST_QUEUES_MAX,
+		limits->batch_max, VIRTIO_TMEM_BATCH_MAX, limits->pools, VIRTIO_TMEM_POOLS_MAX);
+	tmem_state_offline("the device could not be set up, see the kernel log");
+	return -EINVAL;
 }
 
 static void free_device(struct tmem_dev *dev)
@@ -199,20 +207,14 @@ static int alloc_memory(struct tmem_dev *dev)
 }
 
 /*
- * Sets the device up with up to @queues_max request queues. If the device may have fewer, returns
- * -ENOENT, and sets @queues_max for the next attempt.
+ * Sets the device up with up to @limits->queues request queues. If the device may have fewer,
+ * returns -ENOENT, and lowers @limits->queues for the next attempt.
  */
-static int set_up(struct virtio_device *vdev, unsigned int *queues_max)
+static int set_up(struct virtio_device *vdev, struct limits *limits)
 {
-	const char *why = unsuitable(vdev);
 	struct tmem_dev *dev;
 	int err;
 
-	if (why) {
-		dev_err(&vdev->dev, "the device is not used: %s\n", why);
-		tmem_state_offline(why);
-		return -ENODEV;
-	}
 	dev = kzalloc(sizeof(*dev), GFP_KERNEL);
 	if (!dev)
 		return -ENOMEM;
@@ -227,9 +229,15 @@ static int set_up(struct virtio_device *vdev, unsigned int *queues_max)
 	 * makes it wrap around. The base is not 0, because no cookie is 0.
 	 */
 	dev->cookie_base = (get_random_u64() >> 1) | 1;
+	/*
+	 * With several queues, several workers of the host can serve the puts and gets of one
+	 * processor. More queues than full batches in the ring would only take memory.
+	 */
+	dev->nr_queues = clamp(share_pages(TMEM_RING_EIGHTHS) / limits->batch_max, 1,
+			       (unsigned int)limits->queues);
+	dev->batch_max = limits->batch_max;
+	dev->pools_max = limits->pools;
 	err = tmem_dev_users_init(dev);
-	if (!err)
-		err = read_limits(dev, *queues_max);
 	if (!err)
 		err = alloc_memory(dev);
 	if (err)
@@ -247,12 +255,9 @@ static int set_up(struct virtio_device *vdev, unsigned int *queues_max)
 	vdev->priv = dev;
 	err = find_queues(dev);
 	if (err == -ENOENT)
-		*queues_max = dev->nr_queues - 1;
+		limits->queues = dev->nr_queues - 1;
 	if (err)
 		goto fail_feeder;
-	if (*queues_max < VIRTIO_TMEM_REQUEST_QUEUES_MAX)
-		dev_notice(&vdev->dev, "the host's VMM offers %u request queues only\n",
-			   dev->nr_queues);
 	virtio_device_ready(vdev);
 	tmem_index_reserve(dev->memory_bytes, dev->retain);
 	tmem_pools_device(true);
@@ -300,19 +305,28 @@ static void tear_down(struct virtio_device *vdev)
 
 static int tmem_probe(struct virtio_device *vdev)
 {
-	unsigned int queues_max = VIRTIO_TMEM_REQUEST_QUEUES_MAX;
+	struct limits limits;
 	int err = -EBUSY;
+	u16 offered;
 
 	mutex_lock(&setup_lock);
 	if (device_taken) {
 		dev_err(&vdev->dev, "the device is not used: this guest has a virtio-tmem device already; remove one of them\n");
-	} else {
-		do {
-			err = set_up(vdev, &queues_max);
-		} while (err == -ENOENT && queues_max);
+		goto unlock;
 	}
+	err = read_limits(vdev, &limits);
+	if (err)
+		goto unlock;
+	offered = limits.queues;
+	do {
+		err = set_up(vdev, &limits);
+	} while (err == -ENOENT && limits.queues);
+	if (!err && limits.queues < offered)
+		dev_notice(&vdev->dev, "the host's VMM offers %u request queues only\n",
+			   limits.queues);
 	if (!err)
 		device_taken = true;
+unlock:
 	mutex_unlock(&setup_lock);
 	return err;
 }
