@@ -149,7 +149,7 @@ fn a_front_end_that_is_killed_leaves_no_mapping_and_no_busy_socket() {
     let control = daemon.path("control");
     for round in 0..12 {
         let mut victim = Command::new(std::env::current_exe().unwrap())
-            .args([name, "--exact", "--nocapture"])
+            .args([&format!("front_ends::{name}"), "--exact", "--nocapture"])
             .env(VICTIM, daemon.socket("a"))
             .env("TMEM_SEED", (seed + round).to_string())
             .stdout(Stdio::piped())
