@@ -100,7 +100,12 @@ pub fn has_service_manager() -> bool {
 /// no effect on guests.
 pub fn notify(state: NotifyState<'_>) {
     if let Err(error) = send(&state) {
-        tracing::debug!("the service manager cannot be notified: {error}");
+        // systemd waits for READY=1, which is sent once only.
+        if matches!(state, NotifyState::Ready) {
+            tracing::warn!("the service manager was not told that the daemon is ready: {error}");
+        } else {
+            tracing::debug!("the service manager cannot be notified: {error}");
+        }
     }
 }
 
@@ -114,6 +119,12 @@ fn send(state: &NotifyState<'_>) -> io::Result<()> {
         [b'@', name @ ..] => socket.connect_addr(&SocketAddr::from_abstract_name(name)?)?,
         _ => socket.connect(&path)?,
     }
-    socket.send(state.to_string().as_bytes())?;
-    Ok(())
+    let message = state.to_string();
+    loop {
+        match socket.send(message.as_bytes()) {
+            // A signal, such as that for a reload, must not lose the message.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            sent => return sent.map(drop),
+        }
+    }
 }
