@@ -166,10 +166,11 @@ macro_rules! statistics {
             // Events that the engine counts for each VM. The second metric is that of the sum over
             // all VMs, which is a statistic of the pool.
             tenant_counters_with_sums {
-                /// pages that the guest put, including refused ones
+                /// pages that the guest put, including refused ones. The pool's value does not
+                /// include `refused_frozen`
                 puts("pages", Exact "tmem_vm_put_pages", Exact "tmem_pool_put_pages");
                 /// refused puts: the sum of the values by reason, and pages in guest memory that
-                /// was lost
+                /// was lost. The pool's value does not include `refused_frozen`
                 puts_refused("pages", No, Exact "tmem_pool_put_refused_pages");
                 /// pages that the guest requested
                 gets("pages", Exact "tmem_vm_get_pages", Exact "tmem_pool_get_pages");

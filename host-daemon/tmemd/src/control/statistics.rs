@@ -90,16 +90,11 @@ macro_rules! reply {
 
 /// Returns the statistics of a VM.
 pub fn of_vm(vm: &Vm) -> api::VmStats {
-    let mut stats = vm.tenant.stats();
+    let stats = vm.tenant.stats();
     let counters = &vm.counters;
-    // Puts that are refused because the VM is frozen never reach the engine. They are added to the
-    // engine's counts of puts and of refused puts.
-    let refused_frozen = counters.refused_frozen.load(Ordering::Relaxed);
-    stats.puts += refused_frozen;
-    stats.puts_refused += refused_frozen;
     let in_other_forms = stats.nursery_pages + stats.same_filled_pages + stats.shared_pages;
     let ints = |numbers: [u64; 3]| numbers.into_iter().map(int).collect();
-    tmem_trace::statistics!(reply stats, counters, VmStats {
+    let mut reply = tmem_trace::statistics!(reply stats, counters, VmStats {
         name: vm.name().to_string(),
         uuid: vm.config.uuid.clone(),
         trust_domain: vm.config.trust_domain.clone(),
@@ -119,7 +114,12 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         memory_mapped_bytes: int(vm.memory.mapped_bytes()),
         memory_max_bytes: int(vm.memory.max_bytes()),
         driver: vm.report().map(|report| of_driver(&report, vm.latencies().as_ref())),
-    })
+    });
+    // Puts that are refused because the VM is frozen never reach the engine. They are added to the
+    // engine's counts of puts and of refused puts.
+    reply.puts += reply.refused_frozen;
+    reply.puts_refused += reply.refused_frozen;
+    reply
 }
 
 /// Returns the types of file systems that a guest's driver serves, separated by commas. `hooks` is
