@@ -51,7 +51,7 @@ const _: () = assert!(SWEEP_EVERY.is_multiple_of(CHORES_EVERY));
 
 /// A chore: one of the things that background work does.
 pub(crate) struct Chore {
-    /// Returns whether `run` would do work. May err if other threads change the pool meanwhile.
+    /// Returns whether there may be work for `run`. May err if other threads change the pool meanwhile.
     pub is_due: fn(&Engine, Time) -> bool,
     /// Does a step of the chore, for about this number of pages. Returns the amount of work done in
     /// pages, blobs or frames, where 0 means that nothing is left to do.
