@@ -6,21 +6,33 @@
 use std::path::{Path, PathBuf};
 
 /// Names by which a source file could use code of the daemon, or the structs with which the daemon
-/// decodes requests.
-const FORBIDDEN: [&str; 6] = [
+/// decodes requests and encodes answers.
+const FORBIDDEN: [&str; 14] = [
+    "use tmemd",
     "tmemd::",
     "tmem_pool",
     "tmem_control",
-    "crate::daemon",
-    "wire::Req",
+    "daemon::",
+    "HeadlessDaemon",
+    "TestDaemon",
     "zerocopy",
+    "wire::Req",
+    "wire::Resp",
+    "wire::Put",
+    "wire::Get",
+    "wire::Ref",
+    "wire::Generation",
 ];
 
-/// Returns the source files below `directory`, without the module `daemon`.
+/// Returns the source files below `directory`, without the module `daemon` and `lib.rs`, which
+/// declares this module.
 fn sources(directory: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(directory).expect("cannot list the source directory");
     let paths = entries.map(|entry| entry.expect("cannot read a directory entry").path());
-    let paths = paths.filter(|path| path.file_stem().is_some_and(|name| name != "daemon"));
+    let paths = paths.filter(|path| {
+        path.file_stem()
+            .is_some_and(|name| name != "daemon" && name != "lib")
+    });
     let below = |path: PathBuf| match path.is_dir() {
         true => sources(&path),
         false => vec![path],
