@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,19 +49,45 @@ def test_each_file_of_the_product_is_covered_by_a_shard_of_ci(directory: str) ->
 
 
 def test_shards_of_a_change_come_first_and_each_group_oldest_first() -> None:
-    begins = {name: float(number) for number, name in enumerate(shards.SHARDS)}
-    found = shards.order(["qemu-dev/src/hw/virtio/vhost-user-tmem.c"], begins)
+    state = {name: {"begin": float(number)} for number, name in enumerate(shards.SHARDS)}
+    change = ["qemu-dev/src/hw/virtio/vhost-user-tmem.c"]
+    touched = {name for name in shards.SHARDS if shards.covers(name, change)}
+    found = shards.order(touched, state)
     assert found[:3] == ["host", "qemu", "qemu-newest"]
     rest = found[3:]
-    assert rest == sorted(rest, key=begins.__getitem__)
+    assert rest == sorted(rest, key=lambda name: state[name]["begin"])
     assert set(found) == {name for name, shard in shards.SHARDS.items() if shard.ci}
 
 
 def test_shards_that_never_ran_come_before_others() -> None:
-    begins = {name: 1.0 for name in shards.SHARDS if name != "ops"}
-    assert shards.order([], begins)[0] == "ops"
+    state = {name: {"begin": 1.0} for name in shards.SHARDS if name != "ops"}
+    assert shards.order(set(), state)[0] == "ops"
+
+
+def test_a_failed_shard_keeps_the_time_of_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise it would come first again, and the other shards would never run."""
+    shard = shards.Shard("fails", ("false",), (), needs="")
+    monkeypatch.setattr(shards, "STATE", tmp_path / "shards.json")
+    monkeypatch.setitem(shards.SHARDS, "fails", shard)
+    with pytest.raises(shards.FailedError):
+        shards.run_shard("fails")
+    assert set(shards.read_state()["fails"]) == {"begin"}
 
 
 def test_unknown_commit_counts_the_files_of_the_last_commits() -> None:
     assert shards.changed_files("0" * 40) == shards.changed_files("")
     assert shards.changed_files("HEAD") == shards.git("diff", "--name-only", "HEAD").splitlines()
+
+
+def test_commands_name_test_programs_that_exist() -> None:
+    """cargo takes one filter of tests before --, and a name of --test that a crate has."""
+    for name, shard in shards.SHARDS.items():
+        for package, test in re.findall(r"-p (\S+) --test (\S+)", " ".join(shard.commands)):
+            tests = ROOT / "host-daemon" / package / "tests"
+            manifest = (tests.parent / "Cargo.toml").read_text()
+            assert (tests / test).is_dir() or f'name = "{test}"' in manifest, f"{name}: {test}"
+        for command in shard.commands:
+            arguments = re.sub(r".* test --locked", "", command).split(" -- ")[0]
+            assert arguments.count("::") <= 1, f"{name}: {command}"
