@@ -10,7 +10,7 @@ PYTHON = tests/python
 PYTHON_FILES = . ../qemu-dev/tests repo/lint-prose
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon programs qemu module demo bench packages dist repo \
+.PHONY: all help deps deps-test python3 daemon programs qemu module demo bench packages dist repo \
 	check-fast check check-all shard lint lint-python lint-shell simulate fuzz clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
@@ -23,6 +23,10 @@ deps: ## install the Debian packages that the build needs (as root; other users 
 
 deps-test:
 	@scripts/deps test
+
+# A minimal Debian has no Python, with which these commands begin.
+python3:
+	@command -v python3 >/dev/null || scripts/deps build
 
 daemon: ## build tmemd, tmemctl, tmem-hook, tmem-libvirt and tmem-exporter in target/release
 	$(CARGO) build --locked --release $(addprefix -p ,$(PROGRAMS))
@@ -37,10 +41,10 @@ qemu: ## build QEMU with the vhost-user-tmem device, in the cache
 module: ## build guest-driver/virtio_tmem.ko for Debian's KERNEL=6.12 cloud kernel
 	$(MAKE) -C guest-driver KDIR="$$(tests/kernel prepare $(KERNEL) --key kdir)"
 
-demo: ## run two VMs without and with the device, and compare them; NATIVE=1: at native speed
+demo: python3 ## run two VMs without and with the device, and compare them; NATIVE=1: at native speed
 	tests/bench/run demo $(if $(NATIVE),--native)
 
-bench: ## run the benchmark NAME=..., with ARGS=...; without NAME: list the benchmarks
+bench: python3 ## run the benchmark NAME=..., with ARGS=...; without NAME: list the benchmarks
 	tests/bench/run $(NAME) $(ARGS)
 
 NO_QEMU = $(filter 0,$(QEMU))
@@ -65,7 +69,7 @@ check-fast: ## format, clippy and unit tests, without root, VMs or apt
 check: deps-test programs qemu ## the tests that a change must pass
 	tests/shards.py check
 
-shard: ## run the shard NAME=... of the other tests; without NAME: list the shards
+shard: python3 ## run the shard NAME=... of the other tests; without NAME: list the shards
 	tests/shards.py run $(NAME)
 
 check-all: check ## run all tests that need neither a special kernel nor a nightly compiler (hours)
@@ -98,4 +102,5 @@ fuzz: ## compare random operations on the pool with a model for MINUTES=10; TMEM
 		--nocapture model::random_engine_operations_match_the_model
 
 clean: ## remove the build results in this tree (the cache stays)
-	rm -rf target build
+	rm -rf target build guest-driver/build
+	find guest-driver \( -name '*.o' -o -name '*.ko' -o -name '*.mod*' -o -name '.*.cmd' \) -delete

@@ -43,7 +43,7 @@ def fill() -> Path:
 
 def example(name: str) -> Path:
     """Builds an example program of tmemd and returns its path."""
-    command = ["cargo", "build", "--release", "--locked", "-p", "tmemd", "--example", name]
+    command = ["cargo", "build", "--locked", "-p", "tmemd", "--example", name]
     command += ["--message-format", "json", "--manifest-path", str(ROOT / "Cargo.toml")]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     built = [json.loads(line).get("executable") for line in done.stdout.splitlines()]
