@@ -487,7 +487,6 @@ def slab_bytes(guest: Guest, cache: str) -> int:
     return slabs * 4096 << order
 
 
-@pytest.mark.smoke
 def test_held_page_costs_the_documented_index_bytes(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

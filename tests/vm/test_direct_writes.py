@@ -74,7 +74,6 @@ def check_new(guest: Guest, path: str) -> None:
     assert stats(guest)["hits"] - before == 2, f"{path} is not cached again after the write"
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("fs", ["ext4", "xfs"])
 def test_page_of_a_direct_write_that_faults_is_not_put(
     session: Session, kernel: Kernel, module: Path, fs: str

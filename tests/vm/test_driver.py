@@ -463,7 +463,6 @@ def test_second_device_is_not_used_and_the_log_has_the_reason(
     guest.sh("rmmod virtio_tmem", 60)
 
 
-@pytest.mark.smoke
 def test_unserved_file_systems_are_not_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

@@ -344,7 +344,7 @@ def check_reset(guest: Guest, sums: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "kinds",
     [
-        pytest.param([T_GET], id="gets", marks=pytest.mark.smoke),
+        pytest.param([T_GET], id="gets"),
         pytest.param([T_PUT, T_FLUSH, T_REF, T_REPORT], id="others"),
     ],
 )

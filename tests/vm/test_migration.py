@@ -120,7 +120,7 @@ def test_migrated_vm_starts_with_an_empty_cache_and_gets_hits_again(
         all_right(guest)
 
 
-@pytest.mark.parametrize("times", [pytest.param(3, marks=pytest.mark.smoke), 20])
+@pytest.mark.parametrize("times", [3, 20])
 def test_migration_under_torture_causes_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path, times: int
 ) -> None:

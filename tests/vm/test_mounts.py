@@ -210,7 +210,6 @@ def test_wrong_page_blocks_only_its_mount(
     check_cached(guest, make(guest, WHERE))
 
 
-@pytest.mark.smoke
 def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, module: Path) -> None:
     other = disk.ext4(session.directory / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
