@@ -12,7 +12,7 @@
 //! | `args.rs` | options that several commands have |
 //! | `output.rs`, `exit.rs` | output, failures and exit codes |
 //!
-//! A test (`module_graph.rs`) fails if files import each other in a cycle.
+//! `tests/model/tests/module_graph.rs` fails if files import each other in a cycle.
 
 mod advise;
 mod args;

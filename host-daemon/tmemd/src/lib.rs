@@ -19,7 +19,7 @@
 //! | `control/` | varlink interface, statistics |
 //! | `daemon/` | start, reload, stop, accepting connections |
 //!
-//! Code imports from directories further up in this table only; a test in `module_graph_test.rs`
+//! Code imports from directories further up in this table only; `tests/model/tests/module_graph.rs`
 //! fails on a cycle between directories or files.
 //!
 //! # Lock order
@@ -48,8 +48,6 @@ mod daemon;
 pub mod events;
 pub mod host;
 mod memory;
-#[cfg(test)]
-mod module_graph_test;
 pub mod queue;
 mod socket;
 mod util;

@@ -9,8 +9,7 @@
 //!
 //! [`daemon`] has daemons that run in the process of a test. Only this module uses the code of the
 //! daemon and the engine. All rules of the guest and the oracle come from `proto/SPEC.md` alone, and
-//! `tests/independence.rs` checks that they import nothing of the daemon. [`module_graph`] finds
-//! import cycles in the source of a crate.
+//! `tests/independence.rs` checks that they import nothing of the daemon.
 
 pub mod content;
 pub mod daemon;
@@ -19,7 +18,6 @@ pub mod fault;
 pub mod frontend;
 pub mod memory;
 pub mod model;
-pub mod module_graph;
 pub mod requests;
 pub mod ring;
 pub mod skip;

@@ -4,6 +4,5 @@
 
 mod hook;
 mod linking;
-mod module_graph;
 mod property;
 mod refusals;

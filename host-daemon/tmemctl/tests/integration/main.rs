@@ -3,5 +3,4 @@
 
 mod dependencies;
 mod end_to_end;
-mod module_graph;
 mod terminal;

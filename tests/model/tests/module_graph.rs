@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Finds import cycles between the source files of a crate, so that each crate can test that it has
-//! none.
+//! Checks that neither the files nor the directories of a crate in host-daemon/ import each other
+//! in a cycle.
 //!
-//! A file `directory/mod.rs` imports each file of its directory, because it declares them. `lib.rs`
-//! and `main.rs` are exempt for the same reason. Tests are exempt, because they may use any part of
-//! the crate: the test module at the end of a file, files `*_test.rs`, and directories `tests` and
-//! `*_test`. Limit: the search reads the text, so it knows only paths that begin with `crate::` or
-//! `super::`.
+//! `lib.rs` and `main.rs` are exempt, because they declare the other files, and so is the `mod.rs` of
+//! a directory inside this directory. Tests are exempt, because they may use any part of the crate:
+//! the test module at the end of a file, files `*_test.rs`, and directories `tests` and `*_test`.
+//! Limit: the search reads the text, so it knows only paths that begin with `crate::` or `super::`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -14,12 +13,35 @@ use std::path::Path;
 /// Names of the modules that each module imports, such as `top::view`.
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Returns an import cycle between the files of the source directory `root`, as a list of modules
-/// that begins and ends with the same one; None if there is no cycle.
-pub fn import_cycle(root: &Path) -> Option<Vec<String>> {
-    let mut files = BTreeMap::new();
-    read_modules(root, "", &mut files);
-    cycle(&graph(&files))
+#[test]
+fn files_and_directories_of_each_crate_have_no_import_cycle() {
+    let crates = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../host-daemon"));
+    let mut checked = 0;
+    for entry in std::fs::read_dir(crates).expect("cannot list host-daemon/") {
+        let directory = entry.expect("cannot read a directory entry").path();
+        if !directory.join("src").is_dir() {
+            continue;
+        }
+        let mut files = BTreeMap::new();
+        read_modules(&directory.join("src"), "", &mut files);
+        let graph = graph(&files);
+        assert_eq!(cycle(&graph), None, "{}", directory.display());
+        assert_eq!(cycle(&directories(&graph)), None, "{}", directory.display());
+        checked += 1;
+    }
+    assert!(checked > 5, "only {checked} crates were found");
+}
+
+/// Returns the import graph between the modules of the crate's root: files and directories.
+fn directories(graph: &Graph) -> Graph {
+    let root = |name: &str| name.split("::").next().unwrap_or("").to_owned();
+    let mut found = Graph::new();
+    for (name, imported) in graph {
+        let others = imported.iter().map(|other| root(other));
+        let others = others.filter(|other| *other != root(name));
+        found.entry(root(name)).or_default().extend(others);
+    }
+    found
 }
 
 /// Reads the sources of the directory `path`, whose module is `parent`, by the names of their
@@ -68,11 +90,10 @@ fn graph(files: &BTreeMap<String, String>) -> Graph {
             path
         };
         let imported = from_root.into_iter().chain(from_parent).filter_map(module);
-        let imported = imported.filter(|other| other != name);
+        // Inside a directory, its `mod.rs` is exempt.
+        let is_inside = |a: &str, b: &str| a == b || a.starts_with(&format!("{b}::"));
+        let imported = imported.filter(|other| !is_inside(name, other) && !is_inside(other, name));
         graph.entry(name.clone()).or_default().extend(imported);
-        if let Some(above) = above {
-            graph.entry(above).or_default().insert(name.clone());
-        }
     }
     graph
 }
@@ -148,8 +169,7 @@ fn cycle(graph: &Graph) -> Option<Vec<String>> {
     })
 }
 
-#[cfg(test)]
-mod tests {
+mod examples {
     use super::*;
 
     fn found(files: &[(&str, &str)]) -> Option<Vec<String>> {
@@ -175,12 +195,19 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_imports_from_its_directory_is_in_a_cycle() {
-        let top = ("top", "mod model;\nmod view;");
-        let view = ("top::view", "use super::model::Model;");
-        let model = ("top::model", "");
-        assert_eq!(found(&[top, view, model]), None);
-        let view = ("top::view", "use super::Model;");
-        assert!(found(&[top, view, model]).is_some());
+    fn a_cycle_between_directories_is_found() {
+        let files = [
+            ("top", "mod view;"),
+            (
+                "top::view",
+                "use super::model::Model;\nuse crate::low::Low;",
+            ),
+            ("top::model", ""),
+            ("low", "use crate::top::model;"),
+        ];
+        assert_eq!(found(&files), None);
+        let named = |(name, text): &(&str, &str)| (name.to_string(), text.to_string());
+        let graph = graph(&files.iter().map(named).collect());
+        assert!(cycle(&directories(&graph)).is_some());
     }
 }
