@@ -76,7 +76,7 @@ static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
  * are all free. Queues take the oldest free block first, so that gets find the pages in free blocks
  * as long as possible.
  */
-static void give_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
+static void return_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
 {
 	lockdep_assert_held(&queue->ring_lock);
 	spin_lock(&dev->block_lock);
@@ -399,7 +399,7 @@ void tmem_ring_free(struct tmem_queue *queue)
 	while (queue->tail != tail) {
 		WRITE_ONCE(queue->tail, queue->tail + 1);
 		if (!(queue->tail % TMEM_BLOCK_PAGES))
-			give_block(queue->dev, queue, queue->tail);
+			return_block(queue->dev, queue, queue->tail);
 	}
 	spin_unlock(&queue->ring_lock);
 	if (wq_has_sleeper(&queue->dev->pace_wait))

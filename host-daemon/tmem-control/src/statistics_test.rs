@@ -13,7 +13,7 @@ const SCOPES: [Scope; 4] = [Scope::Vm, Scope::Driver, Scope::Pool, Scope::Daemon
 /// Returns the fields of a type in the interface file.
 fn fields(scope: Scope) -> String {
     let field = |row: &Statistic| format!("  {}: {}", row.field, row.field_type);
-    let fields: Vec<String> = Statistic::of(scope).map(field).collect();
+    let fields: Vec<String> = Statistic::in_scope(scope).map(field).collect();
     fields.join(",\n") + "\n"
 }
 
@@ -22,7 +22,7 @@ fn table(scope: Scope) -> String {
     let mut text = String::from(
         "| value | metric | kind | unit | meaning |\n| --- | --- | --- | --- | --- |\n",
     );
-    for row in Statistic::of(scope) {
+    for row in Statistic::in_scope(scope) {
         let suffix = match row.kind {
             Kind::Counter => "_total",
             _ => "",

@@ -100,7 +100,7 @@ fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
     }
     let of_metric =
         |other: &&Statistic| other.field != row.field && other.metric().0 == row.metric().0;
-    let others = Statistic::of(row.scope).filter(of_metric);
+    let others = Statistic::in_scope(row.scope).filter(of_metric);
     value
         - others
             .map(|other| number(other, figures, step))
@@ -208,7 +208,7 @@ impl Scrape {
 
     fn add(&mut self, scope: Scope, figures: &Value, labels: &[(String, String)], step: i64) {
         let totals_only = self.limits.vm_totals_only && matches!(scope, Scope::Vm | Scope::Driver);
-        for row in Statistic::of(scope).filter(|row| row.export != Export::No) {
+        for row in Statistic::in_scope(scope).filter(|row| row.export != Export::No) {
             if totals_only && row.kind == Kind::Histogram {
                 continue;
             }
@@ -430,7 +430,7 @@ mod tests {
             })
         };
         let value = |field: &str, figures: &Value| {
-            let row = Statistic::of(Scope::Pool).find(|row| row.field == field);
+            let row = Statistic::in_scope(Scope::Pool).find(|row| row.field == field);
             number(
                 row.expect("a row of figures has no number"),
                 figures,

@@ -41,7 +41,7 @@ impl SizeClass {
     const MAX: u8 = (PAGE_SIZE / SIZE_CLASS_BYTES) as u8;
 
     /// Returns the class of a page with this stored size in bytes.
-    pub fn of_bytes(bytes: usize) -> SizeClass {
+    pub fn from_bytes(bytes: usize) -> SizeClass {
         SizeClass((bytes.min(PAGE_SIZE)).div_ceil(SIZE_CLASS_BYTES) as u8)
     }
 
@@ -498,7 +498,7 @@ mod tests {
                 object,
                 page,
                 workingset: rng.one_in(2),
-                size: SizeClass::of_bytes(rng.below(5000) as usize),
+                size: SizeClass::from_bytes(rng.below(5000) as usize),
             },
             3..5 => Op::Get {
                 object,
@@ -623,7 +623,7 @@ mod tests {
     #[test]
     fn sizes_in_a_trace_are_rounded_up_to_256_bytes() {
         for (bytes, class_bytes) in [(0, 0), (1, 256), (256, 256), (257, 512), (9999, PAGE_SIZE)] {
-            assert_eq!(SizeClass::of_bytes(bytes).bytes(), class_bytes);
+            assert_eq!(SizeClass::from_bytes(bytes).bytes(), class_bytes);
         }
     }
 }

@@ -647,7 +647,7 @@ impl Statistic {
     }
 
     /// Returns the statistics of one type of the control interface, in the order of its fields.
-    pub fn of(scope: Scope) -> impl Iterator<Item = &'static Statistic> {
+    pub fn in_scope(scope: Scope) -> impl Iterator<Item = &'static Statistic> {
         Statistic::all().filter(move |row| row.scope == scope)
     }
 

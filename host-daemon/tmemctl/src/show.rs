@@ -207,7 +207,7 @@ pub fn vm_text(vm: &api::VmStats, sizes: Sizes) -> String {
     let name = |row: &Statistic| row.field.trim_end_matches("_bytes").replace('_', " ");
     let mut rows: Vec<(String, String)> = Vec::new();
     let figures = serde_json::to_value(vm).unwrap_or_default();
-    for row in Statistic::of(Scope::Vm).filter(|row| row.field != "driver") {
+    for row in Statistic::in_scope(Scope::Vm).filter(|row| row.field != "driver") {
         let text = match row.field {
             "hits" => format!("{} ({})", vm.hits, percent(vm.hits, vm.gets)),
             "put_latency" => latency_text(&vm.put_latency),
@@ -221,7 +221,7 @@ pub fn vm_text(vm: &api::VmStats, sizes: Sizes) -> String {
         rows.push((name(row), text));
     }
     if let Some(driver) = &vm.driver {
-        for row in Statistic::of(Scope::Driver) {
+        for row in Statistic::in_scope(Scope::Driver) {
             let text = match row.field {
                 "get_latency" => driver.get_latency.as_ref().map_or("-".into(), latency_text),
                 field => statistic_text(row, &figures["driver"][field], sizes),

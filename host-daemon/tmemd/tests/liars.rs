@@ -108,7 +108,7 @@ fn every_malformed_request_gets_the_specified_status() {
 
 #[test]
 fn every_malformed_request_about_retained_pages_gets_the_specified_status() {
-    send_each(fault::of_retained_pages(), F_RETAIN);
+    send_each(fault::retained_page_faults(), F_RETAIN);
 }
 
 /// Returns the connected driver of the VM `liar`. The driver has accepted `features` in addition to

@@ -845,7 +845,7 @@ mod tests {
     /// processors, so one test does both. In an unoptimized daemon, the known difference is too
     /// small to be found, so no run would reach a decision.
     #[test]
-    #[cfg_attr(debug_assertions, ignore = "needs an optimized daemon: make shard NAME=ops")]
+    #[cfg_attr(debug_assertions, ignore = "needs an optimized daemon: shard ops")]
     fn timing_does_not_reveal_pages_of_another_trust_domain() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
             return skipped(

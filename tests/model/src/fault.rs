@@ -320,9 +320,9 @@ pub fn all() -> Vec<Fault> {
 /// Returns all faults that concern retained pages. The driver that sends them has accepted
 /// `VIRTIO_TMEM_F_RETAIN`.
 #[must_use]
-pub fn of_retained_pages() -> Vec<Fault> {
-    let mut out = values::of_retained_pages();
-    out.extend(shapes::of_references());
+pub fn retained_page_faults() -> Vec<Fault> {
+    let mut out = values::retained_page_faults();
+    out.extend(shapes::reference_faults());
     out
 }
 

@@ -308,7 +308,7 @@ impl FakeGuest {
         let ram = match (&config.directory, config.huge, config.one_file) {
             (Some(directory), _, _) => GuestRam::in_directory(&config.ram, directory)?,
             (None, true, _) => GuestRam::huge(&config.ram)?,
-            (None, false, true) => GuestRam::of_one_file(&config.ram)?,
+            (None, false, true) => GuestRam::in_one_file(&config.ram)?,
             (None, false, false) => GuestRam::new(&config.ram, config.sealed)?,
         };
         let mut queues = Vec::<Queue>::new();

@@ -92,7 +92,7 @@ impl GuestRam {
     ///
     /// # Panics
     /// When the regions are not equally large.
-    pub fn of_one_file(regions: &[RamRegion]) -> io::Result<Arc<Self>> {
+    pub fn in_one_file(regions: &[RamRegion]) -> io::Result<Arc<Self>> {
         let bytes = regions.first().map_or(0, |region| region.size_bytes);
         assert!(regions.iter().all(|region| region.size_bytes == bytes));
         let file = memfd(bytes, true, MemfdFlags::empty())?;

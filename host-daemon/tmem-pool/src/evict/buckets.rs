@@ -102,7 +102,7 @@ impl Buckets {
         if (self.len - BUCKETS_MIN).is_multiple_of(CHUNK_BUCKETS)
             && let Some(chunk) = self.chunks.pop()
         {
-            self.source.give(chunk);
+            self.source.release(chunk);
             self.touched = self.len;
         }
         Some(bucket)
@@ -158,7 +158,7 @@ impl IndexMut<usize> for Buckets {
 impl Drop for Buckets {
     fn drop(&mut self) {
         for chunk in self.chunks.drain(..) {
-            self.source.give(chunk);
+            self.source.release(chunk);
         }
     }
 }

@@ -55,7 +55,7 @@ impl Span {
 
     /// Makes a used slot free. Ends the process if the slot is free already, because then two
     /// threads believe that the slot is theirs.
-    pub(super) fn give_slot(&self, slot: u8) {
+    pub(super) fn free_slot(&self, slot: u8) {
         let used = self.used.get();
         if used >> slot & 1 == 0 {
             poison::abort_inconsistent(HEAP);

@@ -52,12 +52,12 @@ impl FreeHandles {
 
     /// Gives a handle back. If the class then has too many, moves those that were given first to
     /// the spare handles.
-    pub(super) fn give(&mut self, handle: u32, spare: &SpareHandles) {
+    pub(super) fn release(&mut self, handle: u32, spare: &SpareHandles) {
         self.handles[self.nr] = handle;
         self.nr += 1;
         if self.nr == self.handles.len() {
             let (first, last) = self.handles.split_at_mut(HANDLES_STEP);
-            spare.give(first);
+            spare.release(first);
             first.copy_from_slice(last);
             self.nr = HANDLES_STEP;
         }
@@ -157,7 +157,7 @@ impl SpareHandles {
         true
     }
 
-    fn give(&self, handles: &[u32]) {
+    fn release(&self, handles: &[u32]) {
         let mut nr = poison::guard_or_abort(self.nr.lock(), HEAP);
         for (&handle, at) in handles.iter().zip(*nr..) {
             self.stack.get(at).0.set(handle);

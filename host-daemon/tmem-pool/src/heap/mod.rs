@@ -254,7 +254,7 @@ impl<X: Zeroed> Heap<X> {
     ) -> Option<(Handle, Place)> {
         let handle = self.take_handle(state)?;
         let Some((span, slot)) = self.take_slot(state, frames_bytes_max, release_max) else {
-            self.give_handle(state, handle);
+            self.free_handle(state, handle);
             return None;
         };
         let place = Place { span, slot, len };
@@ -362,7 +362,7 @@ impl<X: Zeroed> Heap<X> {
         let Handle(handle) = handle;
         // Pin the place, so that compaction does not move the bytes.
         let place = self.pin(handle);
-        self.give_handle(&mut self.give_place(place), handle);
+        self.free_handle(&mut self.free_place(place), handle);
     }
 
     /// Zeroes and frees the frames of whole pages, and frees their handles, under one acquisition
@@ -383,8 +383,8 @@ impl<X: Zeroed> Heap<X> {
         for handle in handles {
             let place = place_of(handle);
             state.payload_bytes -= place.len as u64;
-            self.give_slot(&mut state, place.span, place.slot);
-            self.give_handle(&mut state, handle.0);
+            self.free_slot(&mut state, place.span, place.slot);
+            self.free_handle(&mut state, handle.0);
         }
     }
 
@@ -426,7 +426,7 @@ impl<X: Zeroed> Heap<X> {
         let unread = |word| (word & PINS == 0).then(|| new.word());
         let replaced = self.word(handle).fetch_update(AcqRel, Acquire, unread);
         let gone = replaced.map_or(new, Place::of);
-        drop(self.give_place(gone));
+        drop(self.free_place(gone));
         replaced.is_ok()
     }
 
@@ -542,8 +542,8 @@ impl<X: Zeroed> Heap<X> {
         free.take()
     }
 
-    fn give_handle(&self, state: &mut ClassState, handle: u32) {
-        state.free_handles.give(handle, &self.spare_handles);
+    fn free_handle(&self, state: &mut ClassState, handle: u32) {
+        state.free_handles.release(handle, &self.spare_handles);
     }
 
     fn pin(&self, handle: u32) -> Place {
@@ -647,13 +647,13 @@ impl<X: Zeroed> Heap<X> {
 
     /// Zeroes and frees a slot that no thread reads any more. Returns the guard of the lock of the
     /// slot's class.
-    fn give_place(&self, place: Place) -> MutexGuard<'_, ClassState> {
+    fn free_place(&self, place: Place) -> MutexGuard<'_, ClassState> {
         let nr = self.classes.for_len(place.len);
         let class = self.classes.get(nr);
         if class.slots > 1 {
             let mut state = self.lock(nr);
             state.payload_bytes -= place.len as u64;
-            self.give_bytes(&mut state, place);
+            self.free_bytes(&mut state, place);
             return state;
         }
         // The slot is the only one of its span, as for raw pages. Compaction never copies such
@@ -662,28 +662,28 @@ impl<X: Zeroed> Heap<X> {
         unsafe { zero(self.bytes_at(&class, place), place.len) };
         let mut state = self.lock(nr);
         state.payload_bytes -= place.len as u64;
-        self.give_slot(&mut state, place.span, place.slot);
+        self.free_slot(&mut state, place.span, place.slot);
         state
     }
 
     /// Zeroes and frees a slot that no thread reads any more. The caller holds the lock of the
     /// class, so that compaction does not copy the slot at the same time.
-    fn give_bytes(&self, state: &mut ClassState, place: Place) {
+    fn free_bytes(&self, state: &mut ClassState, place: Place) {
         // SAFETY: the caller guarantees that no thread reads the place.
         unsafe { zero(self.bytes_at(&state.class, place), place.len) };
-        self.give_slot(state, place.span, place.slot);
+        self.free_slot(state, place.span, place.slot);
     }
 
-    fn give_slot(&self, state: &mut ClassState, span: u32, slot: u8) {
+    fn free_slot(&self, state: &mut ClassState, span: u32, slot: u8) {
         let class = state.class;
         self.unlist(state, span);
         self.set_header(&class, span, slot, 0);
         let s = self.span(&class, span);
-        s.give_slot(slot);
+        s.free_slot(slot);
         state.used_slots -= 1;
         if s.used.get() == 0 {
             state.spans -= 1;
-            self.give_span(&class, span);
+            self.free_span(&class, span);
         } else {
             self.list(state, span);
         }

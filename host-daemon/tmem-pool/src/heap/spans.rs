@@ -154,7 +154,7 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Takes back a span without used slots, which is all zero, from its class.
-    pub(super) fn give_span(&self, class: &Class, span: u32) {
+    pub(super) fn free_span(&self, class: &Class, span: u32) {
         let s = self.span(class, span);
         s.prev.set(IDLE);
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);

@@ -449,7 +449,7 @@ fn compaction_does_not_confuse_spans_of_equal_number() {
         len: other_len,
     };
     heap.lock(nr).payload_bytes += other_len as u64;
-    drop(heap.give_place(new));
+    drop(heap.free_place(new));
     heap.free(replaced);
     kept.iter().for_each(|&handle| heap.free(handle));
     heap.check(0);
@@ -801,8 +801,8 @@ fn freeing_a_slot_twice_aborts() {
             .expect("the heap has no memory for the blob")
     });
     let place = Place::of(heap.word(freed.0).load(Relaxed));
-    drop(heap.give_place(place));
-    drop(heap.give_place(place));
+    drop(heap.free_place(place));
+    drop(heap.free_place(place));
 }
 
 #[test]

@@ -342,7 +342,7 @@ impl<T: ArenaRecord> Arena<T> {
             // SAFETY: the records were leaked from a box when the block got them, and no code
             // refers to them any more.
             Memory::Small => drop(unsafe { Box::from_raw(records.as_ptr()) }),
-            Memory::Chunk(chunk) => self.chunks.give(chunk),
+            Memory::Chunk(chunk) => self.chunks.release(chunk),
         }
         block.next = std::mem::replace(&mut self.bare, nr as u32);
     }
@@ -531,7 +531,7 @@ mod tests {
         fill(&mut arena, old.len() as u64);
         assert_eq!(arena.bytes(), full_bytes);
         let never_used = chunks.take().unwrap();
-        chunks.give(never_used);
+        chunks.release(never_used);
         drop(arena);
         assert_eq!(chunks.taken(), 0);
         let again = chunks.take().unwrap();

@@ -109,7 +109,7 @@ impl Chunks {
 
     /// Gives the memory of a chunk back to the system. The caller no longer uses the address that
     /// [`at`](Self::at) returned.
-    pub(crate) fn give(&self, chunk: Chunk) {
+    pub(crate) fn release(&self, chunk: Chunk) {
         let Chunk(nr) = chunk;
         // SAFETY: the caller was the only user of the chunk and no longer uses it. No other thread
         // can take the chunk yet.

@@ -274,7 +274,7 @@ pub mod tests {
             };
             (row.field.to_string(), value)
         };
-        let all: serde_json::Map<_, _> = Statistic::of(scope).map(one).collect();
+        let all: serde_json::Map<_, _> = Statistic::in_scope(scope).map(one).collect();
         all.into()
     }
 

@@ -253,7 +253,7 @@ fn parts(vm: &VmStats, metric: &str) -> String {
         }
         _ => None,
     };
-    let parts: Vec<String> = Statistic::of(Scope::Vm).filter_map(part).collect();
+    let parts: Vec<String> = Statistic::in_scope(Scope::Vm).filter_map(part).collect();
     parts.join(", ")
 }
 

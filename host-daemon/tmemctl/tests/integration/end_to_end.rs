@@ -629,7 +629,7 @@ fn trace_prints_a_summary_of_a_recorded_trace() {
         object,
         page: 1,
         workingset: false,
-        size: SizeClass::of_bytes(0),
+        size: SizeClass::from_bytes(0),
     };
     let (mut writer, mut bytes) = (Writer::default(), Vec::new());
     for (time_us, op) in [

@@ -89,7 +89,7 @@ macro_rules! reply {
 }
 
 /// Returns the statistics of a VM.
-pub fn of_vm(vm: &Vm) -> api::VmStats {
+pub fn vm_stats(vm: &Vm) -> api::VmStats {
     let stats = vm.tenant.stats();
     let counters = &vm.counters;
     let in_other_forms = stats.nursery_pages + stats.same_filled_pages + stats.shared_pages;
@@ -113,7 +113,7 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         cpu_requests_ms: load(&counters.slices_ns) / 1_000_000,
         memory_mapped_bytes: int(vm.memory.mapped_bytes()),
         memory_max_bytes: int(vm.memory.max_bytes()),
-        driver: vm.report().map(|report| of_driver(&report, vm.latencies().as_ref())),
+        driver: vm.report().map(|report| driver_stats(&report, vm.latencies().as_ref())),
     });
     // Puts that are refused because the VM is frozen never reach the engine. They are added to the
     // engine's counts of puts and of refused puts.
@@ -138,7 +138,7 @@ const GUEST_COUNT_MAX: u64 = 1 << 48;
 
 /// Converts a latency histogram that a guest wrote. Counts above [`GUEST_COUNT_MAX`] are reduced to
 /// that maximum.
-fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
+fn latency_histogram(latencies: &wire::Latencies) -> api::Histogram {
     let bounded = |count: &wire::U64| int(count.get().min(GUEST_COUNT_MAX));
     api::Histogram {
         sum_ns: int(latencies.get_ns.get()),
@@ -148,7 +148,7 @@ fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
 
 /// Converts a driver's report, which the guest wrote. Replaces characters that terminals or logs
 /// could interpret.
-fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api::DriverReport {
+fn driver_stats(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api::DriverReport {
     let version = report.version.get();
     let printable = |byte: &u8| {
         if byte.is_ascii_graphic() {
@@ -182,7 +182,7 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
         late: int(report.late.get()),
         mismatches: int(report.mismatches.get()),
         invalidations: int(report.invalidations.get()),
-        get_latency: latencies.map(of_latencies),
+        get_latency: latencies.map(latency_histogram),
     }
 }
 
@@ -195,7 +195,7 @@ fn dedup_saved_bytes(stats: &tmem_pool::EngineStats) -> u64 {
 }
 
 /// Reads the engine's statistics of the pool and returns them for the control interface.
-pub fn of_pool(control: &Sources) -> api::PoolStats {
+pub fn pool_stats(control: &Sources) -> api::PoolStats {
     pool(control, &control.engine.stats())
 }
 
@@ -216,7 +216,7 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
 }
 
 /// Returns the statistics of the daemon, which include counts of the given VMs.
-pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
+pub fn daemon_stats(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
     // The processor times of each kind of work are read before the time of the whole process.
     // Therefore their sum never exceeds the process's time.
@@ -274,7 +274,7 @@ mod tests {
             get_ns: u64::MAX.into(),
             get: [u64::MAX.into(); 16],
         };
-        let told = of_latencies(&latencies);
+        let told = latency_histogram(&latencies);
         let sum: i64 = told.buckets.iter().sum();
         assert!(sum.checked_mul(100).is_some() && told.sum_ns == i64::MAX);
     }
@@ -310,8 +310,8 @@ mod tests {
         let mut report = wire::Report::new_zeroed();
         let text = b"6.12\x1b]0;x\x07\n\xc2\x9b1m {}\"\0behind";
         report.kernel[..text.len()].copy_from_slice(text);
-        assert_eq!(of_driver(&report, None).kernel, "6.12?]0;x????1m?{}\"");
+        assert_eq!(driver_stats(&report, None).kernel, "6.12?]0;x????1m?{}\"");
         report.kernel = [0xff; 64];
-        assert_eq!(of_driver(&report, None).kernel, "?".repeat(64));
+        assert_eq!(driver_stats(&report, None).kernel, "?".repeat(64));
     }
 }

@@ -226,16 +226,16 @@ impl api::VarlinkInterface for SocketInterface {
         }
         let all = self.control.registry.vms();
         let vms = match &name {
-            None => all.iter().map(|vm| statistics::of_vm(vm)).collect(),
+            None => all.iter().map(|vm| statistics::vm_stats(vm)).collect(),
             Some(wanted) => match all.iter().find(|vm| *vm.name() == **wanted) {
-                Some(vm) => vec![statistics::of_vm(vm)],
+                Some(vm) => vec![statistics::vm_stats(vm)],
                 None => return call.reply_no_such_vm(wanted.clone()),
             },
         };
         let control = &self.control;
         call.reply(
-            statistics::of_daemon(control, &all),
-            statistics::of_pool(control),
+            statistics::daemon_stats(control, &all),
+            statistics::pool_stats(control),
             vms,
         )
     }
@@ -418,9 +418,9 @@ impl SocketInterface {
             let stats = control.engine.stats();
             Figures {
                 list: vms.iter().map(|vm| statistics::vm(vm)).collect(),
-                daemon: statistics::of_daemon(control, &vms),
+                daemon: statistics::daemon_stats(control, &vms),
                 pool: statistics::pool(control, &stats),
-                vms: vms.iter().map(|vm| statistics::of_vm(vm)).collect(),
+                vms: vms.iter().map(|vm| statistics::vm_stats(vm)).collect(),
                 freeable: freeable(&stats),
             }
         })

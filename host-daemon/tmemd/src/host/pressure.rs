@@ -371,8 +371,9 @@ struct Stalls {
 }
 
 impl Stalls {
-    /// Returns true if some task waited for memory during a tenth of the window or more.
-    fn has_stalled(&mut self, total_us: Option<u64>, now: Instant) -> bool {
+    /// Records the total of the PSI file. Returns true if some task waited for memory during a tenth
+    /// of the window or more.
+    fn record(&mut self, total_us: Option<u64>, now: Instant) -> bool {
         let Some(total_us) = total_us else {
             return false;
         };
@@ -688,7 +689,7 @@ fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &H
         let now = Instant::now();
         let readings = Readings {
             available: Available::read(config),
-            stalled: stalls.has_stalled(total_us, now),
+            stalled: stalls.record(total_us, now),
         };
         let period = size.follow(now, readings);
         heartbeat.rest();
@@ -1237,26 +1238,26 @@ mod tests {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         assert!(
-            !stalls.has_stalled(Some(1_000_000), at(0)),
+            !stalls.record(Some(1_000_000), at(0)),
             "stalls before the first reading were counted"
         );
-        assert!(!stalls.has_stalled(Some(1_100_000), at(1000)));
+        assert!(!stalls.record(Some(1_100_000), at(1000)));
         assert!(
-            stalls.has_stalled(Some(1_200_000), at(1500)),
+            stalls.record(Some(1_200_000), at(1500)),
             "stalls for a tenth of the window were not reported"
         );
         assert!(
-            !stalls.has_stalled(Some(1_300_000), at(2500)),
+            !stalls.record(Some(1_300_000), at(2500)),
             "stalls were not counted from 0 again after the report"
         );
         assert!(
-            !stalls.has_stalled(Some(1_310_000), at(3600)),
+            !stalls.record(Some(1_310_000), at(3600)),
             "stalls of the ended window were counted"
         );
-        assert!(!stalls.has_stalled(Some(1_490_000), at(4500)));
-        assert!(!stalls.has_stalled(None, at(5000)));
+        assert!(!stalls.record(Some(1_490_000), at(4500)));
+        assert!(!stalls.record(None, at(5000)));
         assert!(
-            !stalls.has_stalled(Some(5), at(5100)),
+            !stalls.record(Some(5), at(5100)),
             "a counter that restarted from a smaller value was taken for a stall"
         );
     }

@@ -71,7 +71,7 @@ impl MemoryBudget {
     }
 
     /// Creates the budget of a daemon on this host, from `vm.max_map_count`.
-    pub fn of_host() -> MemoryBudget {
+    pub fn for_host() -> MemoryBudget {
         let text = std::fs::read_to_string(MAP_COUNT_PATH).unwrap_or_default();
         MemoryBudget::new(text.trim().parse().unwrap_or(MAP_COUNT_DEFAULT))
     }
@@ -357,7 +357,7 @@ mod tests {
         for (map_count, regions) in [(65_530, 57_338), (1 << 20, 1_040_384), (1_000, 500), (0, 0)] {
             assert_eq!(MemoryBudget::new(map_count).regions(), regions);
         }
-        assert!(MemoryBudget::of_host().regions() > REGIONS_MAX as u64);
+        assert!(MemoryBudget::for_host().regions() > REGIONS_MAX as u64);
     }
 
     #[test]

@@ -67,7 +67,7 @@ impl Peer {
     /// whether the front end is connected. Connection threads may not make the system call that
     /// reads the front end's user, so the acceptor calls this function.
     pub fn new(stream: UnixStream) -> Peer {
-        let credentials = Credentials::of(&stream).ok();
+        let credentials = Credentials::from_stream(&stream).ok();
         Peer(Source::Socket(Socket {
             user: credentials.map(|credentials| credentials.user),
             socket: stream.into(),

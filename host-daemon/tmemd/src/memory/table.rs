@@ -85,7 +85,7 @@ impl Memory {
     }
 
     /// Returns this table for a VMM that runs as the given user.
-    pub fn of_user(self, vmm_user: Option<u32>) -> Memory {
+    pub fn with_vmm_user(self, vmm_user: Option<u32>) -> Memory {
         Memory { vmm_user, ..self }
     }
 

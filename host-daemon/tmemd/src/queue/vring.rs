@@ -459,7 +459,7 @@ impl Vring {
             Err(Halt::Lost) => {
                 // hang_up() shuts the connection down. The control thread then ends the connection
                 // and releases the guest's memory.
-                state.give_back();
+                state.return_chain();
                 state.stopped = Some("a page of the guest's memory was lost".into());
                 self.link.vm.hang_up();
                 SliceEnd::Idle
@@ -471,7 +471,7 @@ impl Vring {
             Err(Halt::HungUp) => {
                 // The ring stays stopped until the control thread detects that the front end hung
                 // up and releases the guest's memory.
-                state.give_back();
+                state.return_chain();
                 state.stopped = Some("the front end hung up".into());
                 SliceEnd::Idle
             }
@@ -545,7 +545,7 @@ impl Vring {
             slice.charge(CHAIN_NS + u64::from(chain.descriptors()) * DESCRIPTOR_NS);
             let expected_ns = chain.pages().min(wire::BATCH_MAX as u64) * PAGE_EXPECTED_NS;
             if has_begun && !slice.fits(expected_ns) {
-                state.give_back();
+                state.return_chain();
                 break SliceEnd::More;
             }
             has_begun = true;
@@ -559,7 +559,7 @@ impl Vring {
             match self.answer(table, scratch, &slice, taken, &mut spent)? {
                 Answered::Done(done) => self.publish(state, table, head, done)?,
                 Answered::Unfinished(chain) => {
-                    state.give_back();
+                    state.return_chain();
                     state.unfinished = Some(chain);
                     break SliceEnd::More;
                 }
@@ -728,7 +728,7 @@ impl Vring {
         let vm = &self.link.vm;
         vm.counters.queues_stopped.fetch_add(1, Ordering::Relaxed);
         vm.queue_stopped(self.index, &reason);
-        state.give_back();
+        state.return_chain();
         state.stopped = Some(reason);
         // The guest may wait for the answers to chains before the faulty chain, so it is
         // interrupted.
@@ -822,7 +822,7 @@ impl VringState {
 
     /// Returns the last taken chain to the available ring if the chain was not answered. Forgets
     /// the state of an interrupted chain.
-    fn give_back(&mut self) {
+    fn return_chain(&mut self) {
         self.queue.set_next_avail(self.queue.next_used());
         self.unfinished = None;
     }

@@ -43,7 +43,7 @@ impl Credentials {
     ///
     /// # Errors
     /// The system call fails.
-    pub fn of(stream: &UnixStream) -> io::Result<Credentials> {
+    pub fn from_stream(stream: &UnixStream) -> io::Result<Credentials> {
         // The kernel's struct ucred consists of three numbers: process, user and group.
         let mut own = [0; 3];
         numbers(stream, libc::SO_PEERCRED, &mut own).1?;
@@ -177,7 +177,8 @@ mod tests {
     #[test]
     fn peer_credentials_are_read_from_the_kernel() {
         let (one, _other) = UnixStream::pair().expect("cannot create a socket pair");
-        let credentials = Credentials::of(&one).expect("cannot read the peer's credentials");
+        let credentials =
+            Credentials::from_stream(&one).expect("cannot read the peer's credentials");
         assert_eq!(credentials.pid, std::process::id());
         assert_eq!(credentials.user, rustix::process::geteuid().as_raw());
         let mut groups = rustix::process::getgroups().expect("cannot read this process's groups");

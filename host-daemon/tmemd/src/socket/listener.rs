@@ -225,7 +225,7 @@ impl Listener {
             group: metadata.gid(),
             mode: self.mode.load(Ordering::SeqCst),
         };
-        let credentials = Credentials::of(&stream)?;
+        let credentials = Credentials::from_stream(&stream)?;
         match credentials.may_connect(permissions, rustix::process::geteuid().as_raw()) {
             true => Ok(Ok(stream)),
             false => Ok(Err(UnauthorizedPeer {

@@ -56,7 +56,7 @@ impl LogLimit {
 
     /// Creates the rate limit for a VM. Its lines also count against the limit for all VMs
     /// together.
-    pub(crate) fn of_vm() -> LogLimit {
+    pub(crate) fn for_vm() -> LogLimit {
         LogLimit::within(&ALL)
     }
 
@@ -78,7 +78,7 @@ impl LogLimit {
             return Some(std::mem::take(&mut *left_out));
         }
         if own {
-            self.own.give_back(PERIOD);
+            self.own.refund(PERIOD);
         }
         *left_out += 1;
         None

@@ -51,7 +51,7 @@ impl RateLimit {
     }
 
     /// Takes back the cost of an action that was admitted but not carried out.
-    pub(crate) fn give_back(&self, cost: Duration) {
+    pub(crate) fn refund(&self, cost: Duration) {
         let cost_ns = cost.as_nanos() as u64;
         self.through_ns.fetch_sub(cost_ns, Ordering::Relaxed);
     }

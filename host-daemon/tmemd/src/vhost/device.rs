@@ -133,7 +133,7 @@ impl Device {
         };
         let vrings = (0..QUEUES).map(vring).collect();
         let lost = Arc::default();
-        let memory = Memory::empty(&lost, &link.vm.memory).of_user(link.peer.user());
+        let memory = Memory::empty(&lost, &link.vm.memory).with_vmm_user(link.peer.user());
         let memory = Arc::new(memory);
         Ok(Device {
             link,
@@ -228,7 +228,7 @@ impl Device {
     }
 
     fn empty_memory(&self) -> Memory {
-        Memory::empty(&self.lost, &self.vm().memory).of_user(self.link.peer.user())
+        Memory::empty(&self.lost, &self.vm().memory).with_vmm_user(self.link.peer.user())
     }
 
     fn refuse_memory(&self, error: impl std::fmt::Display) -> Error {

@@ -188,7 +188,7 @@ impl Tap {
                         object,
                         page,
                         workingset: put.workingset,
-                        size: SizeClass::of_bytes(stored_bytes),
+                        size: SizeClass::from_bytes(stored_bytes),
                     },
                     PutResult::Refused => Op::Flush {
                         object,

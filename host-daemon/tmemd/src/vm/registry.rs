@@ -147,7 +147,7 @@ impl Registry {
             recorder,
             events,
             pages_per_second: Arc::default(),
-            memory_budget: Arc::new(MemoryBudget::of_host()),
+            memory_budget: Arc::new(MemoryBudget::for_host()),
             run_directory: run_directory.into(),
             store: VmStore::new(run_directory),
             members: Mutex::default(),

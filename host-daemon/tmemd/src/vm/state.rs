@@ -120,7 +120,7 @@ impl Vm {
             latencies: Mutex::new(None),
             problem: Mutex::new(None),
             front_end: Mutex::new(FrontEndSlot::Free),
-            log_limit: LogLimit::of_vm(),
+            log_limit: LogLimit::for_vm(),
             discarded: Discarded::default(),
         }
     }

@@ -159,7 +159,7 @@ pub fn guest(
                 object,
                 page,
                 workingset,
-                size: SizeClass::of_bytes(stored_bytes(oldest)),
+                size: SizeClass::from_bytes(stored_bytes(oldest)),
             });
         }
     }
@@ -187,7 +187,7 @@ mod tests {
                     workingset,
                     ..
                 } => {
-                    assert_eq!(size, SizeClass::of_bytes(300));
+                    assert_eq!(size, SizeClass::from_bytes(300));
                     (if workingset { "put again" } else { "put" }, page)
                 }
                 _ => panic!("the guest sent {event:?}"),

@@ -203,7 +203,7 @@ mod tests {
             object: ObjectKey::default(),
             page,
             workingset: false,
-            size: SizeClass::of_bytes(1024),
+            size: SizeClass::from_bytes(1024),
         }
     }
 

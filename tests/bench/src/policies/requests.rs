@@ -228,7 +228,7 @@ mod tests {
             object: ObjectKey { pool: 1, object },
             page,
             workingset: false,
-            size: SizeClass::of_bytes(SIZE),
+            size: SizeClass::from_bytes(SIZE),
         }
     }
 

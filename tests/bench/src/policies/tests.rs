@@ -67,7 +67,7 @@ fn events(seed: u64) -> Vec<Event> {
                 object,
                 page,
                 workingset: rng.bool(),
-                size: SizeClass::of_bytes(rng.usize(..=4096)),
+                size: SizeClass::from_bytes(rng.usize(..=4096)),
             },
             50..94 => Op::Get {
                 object,
@@ -156,7 +156,7 @@ fn no_policy_has_more_hits_than_the_optimum() {
         let equal = |event: &Event| {
             let mut event = *event;
             if let Op::Put { size, .. } = &mut event.op {
-                *size = SizeClass::of_bytes(1024);
+                *size = SizeClass::from_bytes(1024);
             }
             event
         };

@@ -279,7 +279,7 @@ fn result_sizes(name: &str, make: Make) -> Vec<Fault> {
 }
 
 /// Returns the faults in the sizes of a REF (reference to retained pages).
-pub(super) fn of_references() -> Vec<Fault> {
+pub(super) fn reference_faults() -> Vec<Fault> {
     let mut out = sizes("ref", refer);
     out.extend(result_sizes("ref", refer));
     out.push(batch_of_65("ref of 65 pages", refer, |g, p, meta| {

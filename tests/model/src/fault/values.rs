@@ -162,7 +162,7 @@ pub(super) fn all() -> Vec<Fault> {
 
 /// Returns the faults with retained pages whose chains are well-formed and have a wrong value in a
 /// field.
-pub(super) fn of_retained_pages() -> Vec<Fault> {
+pub(super) fn retained_page_faults() -> Vec<Fault> {
     let mut out = Vec::new();
     // Set bits of `retain` beyond the pages of the request: a get of two pages may set only bits 0
     // and 1.
