@@ -132,7 +132,7 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
  *
  * tmem_unbypass() clears a mark, unless @writers, the inode's i_writecount, is given and above 0.
  *
- * After marks were lost, the hooks set all marks again that may be needed. tmem_bypass_restored()
+ * After marks were lost, the hooks set all marks again that may be needed. tmem_bypass_clear_lost()
  * then lets puts resume, if no further mark was lost since @lost was read.
  *
  * tmem_bypass_all() marks all inodes until the file system is unmounted. The hooks then also get no
@@ -150,7 +150,7 @@ void tmem_bypass_all(struct tmem_pool *pool);
 bool tmem_bypass_is_all(const struct tmem_pool *pool);
 void tmem_bypass_wrong(struct tmem_pool *pool, const char *why, u64 ino, pgoff_t index);
 const char *tmem_bypass_why(const struct tmem_pool *pool, u64 *ino, pgoff_t *index);
-bool tmem_bypass_restored(struct tmem_pool *pool, unsigned long lost);
+bool tmem_bypass_clear_lost(struct tmem_pool *pool, unsigned long lost);
 
 /*
  * Policies: a user's request that pages of an inode are not put. The number of policies is limited.

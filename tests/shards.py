@@ -391,10 +391,10 @@ def covers(name: str, files: list[str]) -> bool:
 
 
 def order(touched: set[str], state: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns the shards of CI: first those that cover changed files, each group oldest run first.
+    """Returns the shards of CI: first those that cover changed files, then the others.
 
-    Shards that never ran come in another order each day, so that all of them run in time on a
-    machine that keeps no state.
+    In both parts, the shard whose last run is the oldest comes first. Shards that never ran come in
+    another order each day, so that all of them run in time on a machine that keeps no state.
     """
     names = [name for name, shard in SHARDS.items() if shard.ci]
     turn = int(time.time() // 86400) % len(names)

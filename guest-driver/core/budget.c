@@ -129,13 +129,13 @@ static void update_limit(void)
 }
 
 /**
- * tmem_index_reserve() - set how much of the module's memory is not available to the index
+ * tmem_index_set_device_bytes() - set how much of the module's memory is not available to the index
  * @bytes: bytes that the device takes
  * @retain: true if the device retains pages, so that the index may use more memory
  *
  * Context: process.
  */
-void tmem_index_reserve(long bytes, bool retain)
+void tmem_index_set_device_bytes(long bytes, bool retain)
 {
 	unsigned long flags;
 
@@ -176,7 +176,7 @@ void tmem_index_budget_init(long table_bytes)
 	small_evict_next = jiffies;
 	stock_shift = ilog2(STOCK_DIVISOR) + order_base_2(num_possible_cpus());
 	atomic_long_set(&tmem_index_used_bytes, table_bytes);
-	tmem_index_reserve(0, false);
+	tmem_index_set_device_bytes(0, false);
 }
 
 /**

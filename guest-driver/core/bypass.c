@@ -156,7 +156,7 @@ static bool store_mark(struct tmem_marks *marks, u64 ino)
  *
  * The inode's entries stay. If the caller's operation changes the file, the caller erases them
  * afterwards. If the mark cannot be stored, no put is taken for the file system until
- * tmem_bypass_restored().
+ * tmem_bypass_clear_lost().
  *
  * Context: any but NMI. Marks may push the index over its limit until the evictor, which this
  * function wakes, has run.
@@ -340,7 +340,7 @@ unsigned long tmem_bypass_lost(const struct tmem_pool *pool)
 }
 
 /**
- * tmem_bypass_restored() - allow puts again after a sweep has restored the lost marks
+ * tmem_bypass_clear_lost() - allow puts again after a sweep has restored the lost marks
  * @pool: file system
  * @lost: value of tmem_bypass_lost() before the sweep marked the first inode again
  *
@@ -348,7 +348,7 @@ unsigned long tmem_bypass_lost(const struct tmem_pool *pool)
  *
  * Return: true if no further mark was lost meanwhile, so that puts are taken again.
  */
-bool tmem_bypass_restored(struct tmem_pool *pool, unsigned long lost)
+bool tmem_bypass_clear_lost(struct tmem_pool *pool, unsigned long lost)
 {
 	struct tmem_marks *marks = pool->marks;
 	unsigned long flags;

@@ -465,7 +465,7 @@ void tmem_ram_check(struct tmem_dev *dev);
 
 /* implemented in budget.c */
 long tmem_budget_bytes(void);
-void tmem_index_reserve(long bytes, bool retain);
+void tmem_index_set_device_bytes(long bytes, bool retain);
 void tmem_index_follow_ram(void);
 long tmem_index_bytes(void);
 long tmem_index_pages(void);

@@ -335,7 +335,10 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 hos
 	 */
 	if (READ_ONCE(dev->tripped))
 		breaker_log(true);
-	/* Ask first: the report waits for an answer, and the works run one after the other. */
+	/*
+	 * Queue the GENERATION request before the report, which waits until the host answers: the
+	 * workqueue is ordered.
+	 */
 	tmem_dev_ask(dev);
 	tmem_dev_report(dev);
 }

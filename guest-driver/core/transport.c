@@ -259,7 +259,7 @@ static int set_up(struct virtio_device *vdev, struct limits *limits)
 	if (err)
 		goto fail_feeder;
 	virtio_device_ready(vdev);
-	tmem_index_reserve(dev->memory_bytes, dev->retain);
+	tmem_index_set_device_bytes(dev->memory_bytes, dev->retain);
 	tmem_pools_device(true);
 	wake_up_process(dev->feeder);
 	rcu_assign_pointer(tmem_device, dev);
@@ -298,7 +298,7 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_pools_forget();
 	tmem_pools_device(false);
 	tmem_index_sweep();
-	tmem_index_reserve(0, false);
+	tmem_index_set_device_bytes(0, false);
 	free_device(dev);
 	vdev->priv = NULL;
 }

@@ -176,7 +176,7 @@ bool tmem_fs_mark_suspects(struct tmem_fs *fs, struct super_block *sb)
 	unsigned long lost = tmem_bypass_lost(fs->pool);
 
 	tmem_fs_walk(sb, mark_suspect, fs);
-	return tmem_bypass_restored(fs->pool, lost);
+	return tmem_bypass_clear_lost(fs->pool, lost);
 }
 
 /**

@@ -48,7 +48,7 @@ def test_each_file_of_the_product_is_covered_by_a_shard_of_ci(directory: str) ->
             assert any(shards.covers(name, [file]) for name in names), file
 
 
-def test_shards_of_a_change_come_first_and_each_group_oldest_first() -> None:
+def test_shards_that_cover_changes_come_first_then_those_of_the_oldest_run() -> None:
     state = {name: {"begin": float(number)} for number, name in enumerate(shards.SHARDS)}
     change = ["qemu-dev/src/hw/virtio/vhost-user-tmem.c"]
     touched = {name for name in shards.SHARDS if shards.covers(name, change)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Work and memory of the driver are bounded: sections without scheduling, walks, buckets, pools."""
+"""Bounds of the driver: time without rescheduling, full buckets and index, pools to be freed."""
 
 from __future__ import annotations
 

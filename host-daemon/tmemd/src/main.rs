@@ -135,7 +135,7 @@ fn main() -> ExitCode {
     };
     match run(&arguments, &log, &mut signals) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) if is_of_configuration(&*error) => {
+        Err(error) if is_configuration_error(&*error) => {
             tracing::error!(
                 "{error}. Correct the configuration, check it with tmemd --check-config, and \
                  start the daemon again"
@@ -155,7 +155,7 @@ fn main() -> ExitCode {
 
 /// Returns true if only a change of the configuration can make the daemon start. This excludes
 /// users and groups that were not found: a directory service that defines them may start later.
-fn is_of_configuration(error: &(dyn std::error::Error + 'static)) -> bool {
+fn is_configuration_error(error: &(dyn std::error::Error + 'static)) -> bool {
     error.is::<ConfigError>()
         || matches!(
             error.downcast_ref(),

@@ -89,7 +89,7 @@ mod tests {
     use std::cell::RefCell;
 
     #[test]
-    fn the_last_left_out_event_of_each_group_of_kinds_is_sent_later() {
+    fn the_newest_waiting_event_of_each_sort_is_sent_when_the_limit_permits() {
         let limit = EventLimit::default();
         let reported = RefCell::new(Vec::new());
         let emit = |kind: EventKind, text: Arguments<'_>| {
