@@ -2,9 +2,7 @@
 //! Tests of the life of a page through the public interface: the guest puts, gets, replaces and
 //! flushes the page, and drops it with its pool.
 
-mod common;
-
-use common::tenant;
+use crate::common::tenant;
 use std::sync::Arc;
 use tmem_pool::{
     CreateError, Engine, Get, GetResult, NoPool, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page, Put,
@@ -12,7 +10,7 @@ use tmem_pool::{
 };
 
 fn new_engine() -> Arc<Engine> {
-    common::engine(16 << 20)
+    crate::common::engine(16 << 20)
 }
 
 /// Returns three different pages: one that compresses, one that does not compress, and one of a

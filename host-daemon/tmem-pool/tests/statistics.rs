@@ -2,9 +2,7 @@
 //! Tests of the statistics: each refused page and each evicted page must be counted with exactly
 //! one reason.
 
-mod common;
-
-use common::{engine, tenant};
+use crate::common::{engine, tenant};
 use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, Time, Work};
 
 const MIB: u64 = 1 << 20;
