@@ -445,7 +445,7 @@ mod tests {
             (counted.gets, counted.hits, counted.gain),
             (200, 40, [10, 0, 27])
         );
-        let anew = Counted::new(&before).since(&Counted::new(&after));
-        assert_eq!(anew.gets, 100);
+        let since_restart = Counted::new(&before).since(&Counted::new(&after));
+        assert_eq!(since_restart.gets, 100);
     }
 }
