@@ -19,11 +19,13 @@ use tmem_control::{PoolStats, VmStats};
 const POOL_LINES: u16 = 6;
 const DETAIL_LINES: u16 = 7;
 
-/// Formats a rate per second; rates from 10,000 on are shortened with k or M.
+/// Formats a rate per second in at most 5 characters up to 10 million, with k or M from 10,000 on.
+/// The columns are 6 wide and have no space between them.
 fn rate_text(value: f64) -> String {
     match value {
         ..9_999.5 => format!("{value:.0}"),
-        ..999_500.0 => format!("{:.1}k", value / 1e3),
+        ..99_950.0 => format!("{:.1}k", value / 1e3),
+        ..999_500.0 => format!("{:.0}k", value / 1e3),
         _ => format!("{:.2}M", value / 1e6),
     }
 }
@@ -31,7 +33,9 @@ fn rate_text(value: f64) -> String {
 fn micros_text(value: Option<f64>) -> String {
     value.map_or("-".into(), |us| match us {
         ..999.5 => format!("{us:.0} µs"),
-        _ => format!("{:.1} ms", us / 1e3),
+        ..9_950.0 => format!("{:.1} ms", us / 1e3),
+        ..999_500.0 => format!("{:.0} ms", us / 1e3),
+        _ => format!("{:.0} s", us / 1e6),
     })
 }
 
@@ -221,8 +225,8 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
         Constraint::Length(7),
         Constraint::Length(6),
         Constraint::Length(7),
-        Constraint::Length(8),
-        Constraint::Length(8),
+        Constraint::Length(9),
+        Constraint::Length(9),
         Constraint::Length(8),
     ];
     let table = Table::new(cells, widths)
@@ -564,6 +568,18 @@ mod tests {
                 text.contains(end),
                 "the end {end:?} of a line is cut off: {text}"
             );
+        }
+    }
+
+    #[test]
+    fn values_leave_a_space_to_the_next_column() {
+        for value in (0..896).map(|step| 10f64.powf(f64::from(step) / 128.0)) {
+            let rate = rate_text(value);
+            assert!(rate.chars().count() < 6, "{rate} fills its column");
+            let time = micros_text(Some(value));
+            assert!(time.chars().count() < 7, "{time} fills its column");
+            let bytes = size(value as i64);
+            assert!(bytes.chars().count() < 9, "{bytes} fills its column");
         }
     }
 
