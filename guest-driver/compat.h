@@ -6,6 +6,8 @@
 #ifndef _TMEM_COMPAT_H
 #define _TMEM_COMPAT_H
 
+#include <linux/bio.h>
+#include <linux/blk-mq.h>
 #include <linux/fs.h>
 #include <linux/ftrace.h>
 #include <linux/kobject.h>
@@ -249,6 +251,39 @@ static inline void tmem_shrinker_remove(struct shrinker *shrinker)
 	kfree(shrinker);
 #else
 	shrinker_free(shrinker);
+#endif
+}
+
+/* Waits until all requests of a queue have ended. Since 6.14, freezing changes the task's flags. */
+static inline void tmem_drain_queue(struct request_queue *queue)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 14, 0)
+	blk_mq_freeze_queue(queue);
+	blk_mq_unfreeze_queue(queue);
+#else
+	blk_mq_unfreeze_queue(queue, blk_mq_freeze_queue(queue));
+#endif
+}
+
+/* Returns whether the kernel can read and write pages of a disk without a bio, as before 6.3. */
+static inline bool tmem_disk_has_rw_page(const struct gendisk *disk)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 3, 0)
+	return disk->fops->rw_page;
+#else
+	return false;
+#endif
+}
+
+/*
+ * Returns whether the submitter of a bio wants its end in a task. Linux 7.3 has brought this flag.
+ */
+static inline bool tmem_bio_ends_in_task(const struct bio *bio)
+{
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(7, 3, 0)
+	return bio_flagged((struct bio *)bio, BIO_COMPLETE_IN_TASK);
+#else
+	return false;
 #endif
 }
 

@@ -105,6 +105,13 @@ static inline const char *tmem_test_point_release(const char *name)
 	return tmem_test_release ?: name;
 }
 
+extern bool tmem_test_blocks_deaf;
+/* Returns whether writes do not erase the records of their blocks. */
+static inline bool tmem_blocks_test_deaf(void)
+{
+	return READ_ONCE(tmem_test_blocks_deaf);
+}
+
 void tmem_test_walk(unsigned int run, unsigned int searched);
 
 struct tmem_key;
@@ -118,6 +125,11 @@ unsigned long tmem_test_fill_bucket(struct tmem_key *key, u64 *ino, unsigned lon
 #define TMEM_TEST_CHECK(condition)	((void)sizeof(condition))
 #define TMEM_TEST_COUNT(what)	((void)sizeof(#what))
 #define TMEM_SMALL_EVICT_PERIOD	(2 * HZ)
+
+static inline bool tmem_blocks_test_deaf(void)
+{
+	return false;
+}
 
 static inline long tmem_test_limit(long bytes)
 {

@@ -28,7 +28,9 @@
 #endif
 
 #define TMEM_CHECK_WORDS	(4096 / 8)
-#define TMEM_CHECK_KEYS		(TMEM_CHECK_WORDS + 5)
+#define TMEM_CHECK_END_KEYS	5
+/* keys of the first step, of the second step, and of the two second steps of 64 bits */
+#define TMEM_CHECK_KEYS		(TMEM_CHECK_WORDS + 3 * TMEM_CHECK_END_KEYS)
 
 #define TMEM_CHECK_BITS		24
 /*
@@ -43,27 +45,19 @@ struct tmem_check_keys {
 };
 
 /*
- * Computes the second step of the check, Multilinear-HM over the four words of the NH sum, and
- * truncates the result.
+ * Computes the second step of the check, Multilinear-HM over the four words of the NH sum. The
+ * upper 32 bits of the result are strongly universal. @key has five keys.
  */
-static inline u32 tmem_check_end(const struct tmem_check_keys *keys, __uint128_t sum)
+static inline u64 tmem_check_end(const u64 *key, __uint128_t sum)
 {
-	const u64 *key = keys->key + TMEM_CHECK_WORDS;
 	u64 low = sum, high = sum >> 64;
-	u64 check = key[0] + (key[1] + (u32)low) * (key[2] + (low >> 32)) +
-		    (key[3] + (u32)high) * (key[4] + (high >> 32));
 
-	return check >> (64 - TMEM_CHECK_BITS);
+	return key[0] + (key[1] + (u32)low) * (key[2] + (low >> 32)) +
+	       (key[3] + (u32)high) * (key[4] + (high >> 32));
 }
 
-/**
- * tmem_check_page() - compute the content check of a page
- * @keys: random keys
- * @page: 4096 bytes
- *
- * Return: the check, below 2^TMEM_CHECK_BITS.
- */
-static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void *page)
+/* Computes the first step of the check, NH over a page of 4096 bytes. */
+static inline __uint128_t tmem_check_sum(const struct tmem_check_keys *keys, const void *page)
 {
 	const u64 *from = page, *key = keys->key;
 	__uint128_t sum = 0;
@@ -82,7 +76,39 @@ static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void
 
 		sum += (__uint128_t)(key[i] + a) * (key[i + 1] + b);
 	}
-	return tmem_check_end(keys, sum);
+	return sum;
+}
+
+/**
+ * tmem_check_page() - compute the content check of a page
+ * @keys: random keys
+ * @page: 4096 bytes
+ *
+ * Return: the check, below 2^TMEM_CHECK_BITS.
+ */
+static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void *page)
+{
+	return tmem_check_end(keys->key + TMEM_CHECK_WORDS, tmem_check_sum(keys, page)) >>
+	       (64 - TMEM_CHECK_BITS);
+}
+
+/**
+ * tmem_check64_page() - compute a content check of 64 bits
+ * @keys: random keys
+ * @page: 4096 bytes
+ *
+ * It is two second steps with independent keys, 32 bits of each. Two different pages have the same
+ * check with probability 2^-63 at most.
+ *
+ * Return: the check.
+ */
+static inline u64 tmem_check64_page(const struct tmem_check_keys *keys, const void *page)
+{
+	__uint128_t sum = tmem_check_sum(keys, page);
+	const u64 *key = keys->key + TMEM_CHECK_WORDS + TMEM_CHECK_END_KEYS;
+
+	return (tmem_check_end(key, sum) & ~(u64)(u32)-1) |
+	       tmem_check_end(key + TMEM_CHECK_END_KEYS, sum) >> 32;
 }
 
 /*

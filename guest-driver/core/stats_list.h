@@ -49,6 +49,7 @@ TMEM_STAT(puts_skipped_small)
 TMEM_STAT(puts_skipped_folio)
 TMEM_STAT(puts_skipped_marked)
 TMEM_STAT(puts_skipped_off)
+TMEM_STAT(puts_skipped_block)
 TMEM_STAT(retained_changed)
 
 /* Pages that the put ring accepted and the host stored. */
@@ -149,3 +150,22 @@ TMEM_STAT(invalidations_off)
 TMEM_STAT(verified_hits)
 TMEM_STAT(verify_mismatches)
 TMEM_STAT(verify_errors)
+
+/*
+ * Records of disk blocks (hooks/blocks.h). Pages that a read or a write recorded, and that were not
+ * recorded because another write was in flight or memory for the bio was missing; writes that the
+ * driver did not see.
+ */
+TMEM_STAT(blocks_read)
+TMEM_STAT(blocks_written)
+TMEM_STAT(blocks_raced)
+TMEM_STAT(blocks_nomem)
+TMEM_STAT(blocks_unseen)
+/* Evicted pages by the result of the comparison, in the order of enum tmem_verdict. */
+TMEM_STAT(blocks_puts_equal)
+TMEM_STAT(blocks_puts_other)
+TMEM_STAT(blocks_puts_none)
+TMEM_STAT(blocks_puts_host)
+/* Pages read from the disk whose block a get would have served: with equal and with other bytes. */
+TMEM_STAT(blocks_gets_equal)
+TMEM_STAT(blocks_gets_wrong)

@@ -16,6 +16,7 @@
 #include <linux/slab.h>
 
 #include "../compat.h"
+#include "blocks.h"
 #include "fs.h"
 
 /*
@@ -98,6 +99,7 @@ static void tmem_fs_remove(struct tmem_fs *fs)
 	struct tmem_mount *mount = fs->mount;
 
 	tmem_fs_free(fs);
+	tmem_area_free(mount->area);
 	tmem_mount_free(mount);
 }
 
@@ -231,9 +233,9 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 
 /*
  * Creates the mount of a super block. If the driver refuses the mount, the refusal lasts until it
- * is unmounted.
+ * is unmounted. If @new is true, the file system is being mounted.
  */
-static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type *type)
+static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type *type, bool new)
 {
 	struct tmem_mount *mount = tmem_mount_new(sb, type);
 	char why[TMEM_REFUSED_BYTES - sizeof("refused: ")];
@@ -241,6 +243,8 @@ static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type 
 	if (mount && tmem_refuse(sb, why, sizeof(why))) {
 		snprintf(mount->refused, sizeof(mount->refused), "refused: %s", why);
 		pr_notice("%s on %s is %s\n", type->name, sb->s_id, mount->refused);
+	} else if (mount && tmem_blocks_mode) {
+		mount->area = tmem_area_new(sb, new);
 	}
 	return mount;
 }
@@ -254,7 +258,7 @@ static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type 
  * To flush a file system, the driver replaces its pool by a new one. Marks and policies stay,
  * because both pools share them.
  */
-static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
+static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type, bool new)
 {
 	struct tmem_fs *fs, *old;
 	bool marked = true;
@@ -277,7 +281,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	fs->pool = tmem_pool_new(sb->s_id, old ? old->pool : NULL);
 	if (!fs->pool)
 		goto nomem;
-	fs->mount = old ? old->mount : mount_new(sb, type);
+	fs->mount = old ? old->mount : mount_new(sb, type, new);
 	if (!fs->mount)
 		goto nomem_mount;
 	spin_lock_irq(&tmem_fs_lock);
@@ -322,12 +326,11 @@ nomem:
 
 /*
  * Registers a mounted file system, so that its pages are put and got. The caller holds s_umount,
- * and @sb is alive.
+ * and @sb is alive. If @new is true, it is being mounted.
  */
-static void tmem_fs_seen(struct super_block *sb, void *arg)
+static void serve(struct super_block *sb, struct tmem_fs_type *type, bool new)
 {
 	const struct address_space_operations *aops;
-	struct tmem_fs_type *type = arg;
 
 	mutex_lock(&discovery_lock);
 	if (tmem_fs_stopped || type->failed || !sb->s_bdev || !sb->s_root)
@@ -338,9 +341,14 @@ static void tmem_fs_seen(struct super_block *sb, void *arg)
 			tmem_fs_type_activate(type, aops);
 	}
 	if (type->active)
-		tmem_fs_register(sb, type);
+		tmem_fs_register(sb, type, new);
 unlock:
 	mutex_unlock(&discovery_lock);
+}
+
+static void tmem_fs_seen(struct super_block *sb, void *arg)
+{
+	serve(sb, arg, false);
 }
 
 /**
@@ -357,7 +365,7 @@ void tmem_fs_mounted(struct super_block *sb)
 		if (strcmp(sb->s_type->name, type->name))
 			continue;
 		if (READ_ONCE(type->fst))
-			tmem_fs_seen(sb, type);
+			serve(sb, type, true);
 		else
 			tmem_fs_note(sb);
 	}

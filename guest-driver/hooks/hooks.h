@@ -46,6 +46,7 @@ enum tmem_hook {
 	TMEM_HOOK_CONVERSION,	/* __ext4_warning(), for failed conversions */
 	TMEM_HOOK_JOURNAL_ABORT,	/* jbd2_journal_abort() */
 	TMEM_HOOK_FS_ERROR,	/* tracepoints: ext4_error, ext4_shutdown */
+	TMEM_HOOK_BIO,		/* submit_bio() */
 	TMEM_HOOK_SELFTEST,	/* a function of this module's own */
 	NR_TMEM_HOOKS
 };
@@ -150,6 +151,8 @@ struct tmem_fs_type {
 
 extern struct tmem_fs_type tmem_fs_types[];
 
+struct tmem_area;
+
 struct tmem_mount_counts {
 	unsigned long puts, gets, hits;
 };
@@ -168,6 +171,7 @@ struct tmem_mount {
 	bool off;
 	char refused[TMEM_REFUSED_BYTES];	/* why the driver refuses the mount, or empty */
 	bool sweep;			/* a sweep of the marks is requested */
+	struct tmem_area *area;		/* its disk blocks, or NULL (blocks.h) */
 	/* earliest time of the next sweep, in jiffies; written under discovery_lock */
 	unsigned long next_sweep;
 };

@@ -14,6 +14,7 @@
 #include <linux/utsname.h>
 
 #include "../compat.h"
+#include "blocks.h"
 #include "hooks.h"
 
 #define TMEM_TESTED_RELEASES_MAX 4
@@ -120,8 +121,11 @@ static bool hooks_down(void)
 		tmem_probes_unregister();
 	probes_on = false;
 	stopped = tmem_targets_stop();
-	if (stopped && ftrace_on)
+	if (stopped && ftrace_on) {
 		tmem_targets_drain();
+		if (tmem_blocks_mode)
+			tmem_bio_wait();
+	}
 	if (stopped)
 		ftrace_on = false;
 	tmem_hooks_none();
@@ -140,6 +144,8 @@ static int hooks_up(void)
 		return err;
 	}
 	err = tmem_coherence_add();
+	if (!err && tmem_blocks_mode)
+		err = tmem_bio_add();
 	if (err)
 		return err;
 	why = tmem_selftest_add();
@@ -273,9 +279,20 @@ int tmem_hooks_init(void)
 	int err;
 
 	tmem_fs_setup();
+	/* A kernel with the patches of intree/ does not call the hook of submit_bio(). */
+	if (TMEM_BUILT_IN)
+		tmem_blocks_mode = TMEM_BLOCKS_OFF;
 	err = tmem_mounts_init();
 	if (err)
 		return err;
+	if (tmem_blocks_mode) {
+		err = tmem_areas_init();
+		if (err) {
+			tmem_mounts_stop();
+			tmem_mounts_exit();
+			return err;
+		}
+	}
 	mutex_lock(&hooks_mutex);
 	take_hooks();
 	mutex_unlock(&hooks_mutex);
@@ -321,4 +338,6 @@ void tmem_hooks_exit(void)
 	tmem_verify_exit();
 	tmem_fs_exit();
 	tmem_mounts_exit();
+	if (tmem_blocks_mode)
+		tmem_areas_exit();
 }

@@ -27,6 +27,7 @@
 
 #include "../compat.h"
 #include "../core/stats.h"
+#include "blocks.h"
 #include "hooks.h"
 
 static bool folio_ok(struct folio *folio)
@@ -37,6 +38,34 @@ static bool folio_ok(struct folio *folio)
 		return false;
 	return !folio_test_hwpoison(folio) &&
 	       !(folio_test_large(folio) && folio_test_has_hwpoisoned(folio));
+}
+
+/*
+ * Puts pages of a folio one by one, after each was compared with the record of its block. Returns
+ * how many were taken.
+ */
+static unsigned int put_recorded(const struct tmem_key *key, const struct folio *folio,
+				 unsigned long nr, bool workingset, pgoff_t inside_end)
+{
+	enum tmem_verdict verdict;
+	unsigned int taken = 0;
+	unsigned long i;
+
+	for (i = 0; i < nr; i++) {
+		struct page *page = folio_page((struct folio *)folio, i);
+
+		verdict = tmem_record_compare(page);
+		if (tmem_blocks_mode == TMEM_BLOCKS_VETO &&
+		    (verdict == TMEM_VERDICT_OTHER || verdict == TMEM_VERDICT_NONE)) {
+			tmem_count(TMEM_STAT_puts_skipped_block);
+			tmem_invalidate(key->pool, key->ino, folio->index + i, folio->index + i,
+					TMEM_INVAL_REMOVED);
+		} else {
+			taken += tmem_put_pages(key, folio->index + i, page, 1, workingset,
+						inside_end);
+		}
+	}
+	return taken;
 }
 
 /*
@@ -89,8 +118,11 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	workingset = tmem_folio_used_again(folio);
 	tmem_fs_key(fs, inode, &key);
 	/* The checks above also apply to a page that the host has retained, which needs no copy. */
-	taken = tmem_put_pages(&key, folio->index, folio_page(folio, 0), nr, workingset,
-			       isize >> PAGE_SHIFT);
+	if (tmem_blocks_mode)
+		taken = put_recorded(&key, folio, nr, workingset, isize >> PAGE_SHIFT);
+	else
+		taken = tmem_put_pages(&key, folio->index, folio_page(folio, 0), nr, workingset,
+				       isize >> PAGE_SHIFT);
 	this_cpu_add(fs->mount->counts->puts, taken);
 	/* A retained page had changed, so the pool is to be emptied. */
 	if (unlikely(taken < nr && tmem_bypass_is_all(fs->pool)))
@@ -172,6 +204,8 @@ void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *map
 	if (fs) {
 		tmem_verify_void(fs, inode->i_ino, folio->index, last);
 		tmem_invalidate(fs->pool, inode->i_ino, folio->index, last, TMEM_INVAL_DIRTY);
+		if (tmem_blocks_mode)
+			tmem_record_dirty(folio);
 	}
 	rcu_read_unlock();
 }

@@ -21,6 +21,7 @@
 
 #include "../compat.h"
 #include "../core/stats.h"
+#include "blocks.h"
 #include "hooks.h"
 
 /*
@@ -209,6 +210,8 @@ static bool run_done(struct tmem_run *run, const struct tmem_read *rd, struct fo
 	if (!hit)
 		return false;
 	zero_beyond_eof(rd, folio);
+	if (tmem_blocks_mode)
+		tmem_record_from_host(folio);
 	flush_dcache_folio(folio);
 	folio_mark_uptodate(folio);
 	return true;

@@ -7,12 +7,46 @@
 
 #include <linux/module.h>
 #include <linux/moduleparam.h>
+#include <linux/string.h>
+#include <linux/sysfs.h>
 
+#include "blocks.h"
 #include "hooks.h"
 
 bool tmem_allow_untested;
 module_param_named(allow_untested, tmem_allow_untested, bool, 0444);
 MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones or are too old, and file systems whose block size is not tested");
+
+enum tmem_blocks_mode tmem_blocks_mode;
+
+static const char *const blocks_names[] = {
+	[TMEM_BLOCKS_OFF] = "off",
+	[TMEM_BLOCKS_SHADOW] = "shadow",
+	[TMEM_BLOCKS_VETO] = "veto",
+};
+
+static int set_blocks(const char *value, const struct kernel_param *param)
+{
+	int nr = sysfs_match_string(blocks_names, value);
+
+	if (nr < 0)
+		return nr;
+	tmem_blocks_mode = nr;
+	return 0;
+}
+
+static int get_blocks(char *buffer, const struct kernel_param *param)
+{
+	return sysfs_emit(buffer, "%s\n", blocks_names[tmem_blocks_mode]);
+}
+
+static const struct kernel_param_ops blocks_ops = {
+	.set = set_blocks,
+	.get = get_blocks,
+};
+
+module_param_cb(blocks, &blocks_ops, NULL, 0444);
+MODULE_PARM_DESC(blocks, "records of the transfers of disk blocks: off (default), shadow (compare and count only) or veto (refuse puts that differ from the record)");
 
 const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_REMOVED] = "removed",
@@ -33,6 +67,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_CONVERSION] = "conversion",
 	[TMEM_HOOK_JOURNAL_ABORT] = "journal_abort",
 	[TMEM_HOOK_FS_ERROR] = "fs_error",
+	[TMEM_HOOK_BIO] = "bio",
 	[TMEM_HOOK_SELFTEST] = "selftest",
 };
 

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Registers the probes of put.c and errors.c at tracepoints, for a driver in a module. In a kernel
- * with the patches of intree/, intree.c takes the place of this file.
+ * Registers the probes of put.c, errors.c and bio.c at tracepoints, for a driver in a module. In a
+ * kernel with the patches of intree/, intree.c takes the place of this file.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/string.h>
 #include <linux/tracepoint.h>
 
+#include "blocks.h"
 #include "hooks.h"
 
 static struct tmem_probe {
@@ -18,6 +19,7 @@ static struct tmem_probe {
 	 * own tracepoints only, so it misses those of a file system that is a module.
 	 */
 	bool optional;
+	bool blocks;		/* needed for records of disk blocks only */
 	struct tracepoint *tp;
 	bool registered;
 } probes[] = {
@@ -25,11 +27,13 @@ static struct tmem_probe {
 	{ "writeback_dirty_folio", tmem_probe_dirty },
 	{ "ext4_error", tmem_probe_ext4_error, .optional = true },
 	{ "ext4_shutdown", tmem_probe_ext4_shutdown, .optional = true },
+	{ "block_bio_queue", tmem_probe_bio_queue, .blocks = true },
+	{ "block_rq_issue", tmem_probe_rq_issue, .blocks = true },
 	{ "mm_filemap_add_to_page_cache", tmem_probe_added },
 };
 
 /*
- * Number of probes (of put.c and errors.c) that are always registered: all but the last one. The
+ * Number of probes that are always registered: all but the last one. The
  * last one is registered only while there may be an unknown file system.
  */
 #define NR_STEADY_PROBES (ARRAY_SIZE(probes) - 1)
@@ -47,7 +51,7 @@ static int probe_set(struct tmem_probe *probe, bool on)
 {
 	int err;
 
-	if (probe->registered == on || !probe->tp)
+	if (probe->registered == on || !probe->tp || (probe->blocks && !tmem_blocks_mode))
 		return 0;
 	err = on ? tracepoint_probe_register(probe->tp, probe->func, NULL) :
 		   tracepoint_probe_unregister(probe->tp, probe->func, NULL);
@@ -95,7 +99,7 @@ bool tmem_probes_see_errors(void)
 	unsigned int i;
 
 	for (i = 0; i < NR_STEADY_PROBES; i++)
-		if (!probes[i].registered)
+		if (!probes[i].registered && !probes[i].blocks)
 			return false;
 	return true;
 }

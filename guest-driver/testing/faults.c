@@ -178,6 +178,10 @@ MODULE_PARM_DESC(test_hooks_off, "TEST: names of hooks that do nothing; the cach
 module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
 MODULE_PARM_DESC(test_selftest_blind, "TEST: names of hooks whose calls the self-test ignores");
 
+bool tmem_test_blocks_deaf;
+module_param_named(test_blocks_deaf, tmem_test_blocks_deaf, bool, 0644);
+MODULE_PARM_DESC(test_blocks_deaf, "TEST: writes do not erase the records of their blocks");
+
 char *tmem_test_release;
 module_param_named(test_release, tmem_test_release, charp, 0444);
 MODULE_PARM_DESC(test_release, "TEST: point release that the driver takes for that of the kernel, such as 6.12.118-1");

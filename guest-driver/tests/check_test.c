@@ -68,27 +68,29 @@ static void add_product(u32 sum[4], u64 a, u64 b)
 	}
 }
 
-/* Computes the check by the formulas of the header, without numbers of 128 bits. */
-static u32 reference(const struct tmem_check_keys *keys, const void *page)
+/*
+ * Computes a check by the formulas of the header, without numbers of 128 bits. @key has the keys of
+ * the second step.
+ */
+static u64 reference(const struct tmem_check_keys *keys, const u64 *key, const void *page)
 {
-	const u64 *key = keys->key + PAGE_BYTES / 8;
 	const u8 *byte = page;
 	u32 sum[4] = { 0 };
-	u64 word[2], end;
+	u64 word[2];
 
 	for (int i = 0; i < PAGE_BYTES / 8; i += 2) {
 		memcpy(word, byte + 8 * i, 16);
 		add_product(sum, keys->key[i] + word[0], keys->key[i + 1] + word[1]);
 	}
-	end = key[0] + (key[1] + sum[0]) * (key[2] + sum[1]) +
-	      (key[3] + sum[2]) * (key[4] + sum[3]);
-	return end >> 40;
+	return key[0] + (key[1] + sum[0]) * (key[2] + sum[1]) +
+	       (key[3] + sum[2]) * (key[4] + sum[3]);
 }
 
 static void test_check(void)
 {
 	static u64 page[PAGE_BYTES / 8], other[PAGE_BYTES / 8];
 	static struct tmem_check_keys keys;
+	const u64 *end = keys.key + PAGE_BYTES / 8;
 	unsigned int same_flip = 0, same_swap = 0, same_random = 0, same_zero = 0;
 
 	for (int round = 0; round < ROUNDS; round++) {
@@ -100,8 +102,12 @@ static void test_check(void)
 		if (round % 4 == 0)	/* mostly zeroes, like pages of many files */
 			memset(page, 0, PAGE_BYTES - 8 * (rng() % 8));
 		check = tmem_check_page(&keys, page);
-		expect(check == reference(&keys, page),
+		expect(check == reference(&keys, end, page) >> 40,
 		       "the check differs from the reference formula");
+		expect(tmem_check64_page(&keys, page) ==
+		       ((reference(&keys, end + 5, page) & 0xffffffff00000000) |
+			reference(&keys, end + 10, page) >> 32),
+		       "the check of 64 bits differs from the reference formula");
 		expect(check < 1U << TMEM_CHECK_BITS,
 		       "the check has more than TMEM_CHECK_BITS bits");
 

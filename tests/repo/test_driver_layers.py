@@ -19,7 +19,7 @@ compat.h
 virtio_tmem_ioctl.h tmem.h testing.h trace.h
 core/check.h core/stats_list.h core/wait.h hooks/attach.h
 core/stats.h hooks/hooks.h
-core/core.h hooks/fs.h
+core/core.h hooks/fs.h hooks/blocks.h
 core/slot.h core/budget.h core/control.h
 core/wake.h core/leaf.h
 core/chain.h
@@ -35,7 +35,9 @@ core/sync
 core/transport
 hooks/super
 hooks/state hooks/users hooks/fs hooks/seen
-hooks/ftrace hooks/verify hooks/errors hooks/refuse hooks/mounts hooks/device
+hooks/ftrace hooks/verify hooks/errors hooks/refuse hooks/mounts hooks/device hooks/records
+hooks/areas
+hooks/bio
 hooks/marks hooks/fadvise hooks/selftest
 hooks/direct hooks/read hooks/put
 hooks/tracepoints

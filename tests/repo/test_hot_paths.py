@@ -23,6 +23,11 @@ ROOTS = (
     "tmem_wrap_readahead",
     "tmem_wrap_read_folio",
     "tmem_ftrace_func",
+    "wrap_submit_bio",
+    "bio_ended",
+    "end_all",
+    "tmem_probe_bio_queue",
+    "tmem_probe_rq_issue",
 )
 
 # Functions at which the search ends, because they do not run for each page.
@@ -113,6 +118,16 @@ ALLOWED = {
     ("tmem_verify_void", "spin_lock_irqsave(&pending_lock)"): "this file is being compared",
     ("tmem_fs_note", "test_and_set_bit(&tmem_fs_types_noted)"): "until the discovery runs",
     ("tmem_fs_note", "schedule_delayed_work(&tmem_fs_discovery)"): "until the discovery runs",
+    ("tmem_record_compare", "spin_lock_irqsave(&set->lock)"): "each evicted page, of seven blocks",
+    ("tmem_record_compare", "xchg(hint)"): "each evicted page, of this page",
+    ("tmem_record_dirty", "spin_lock_irqsave(&set->lock)"): "each dirtied page, of seven blocks",
+    ("tmem_record_erase", "spin_lock_irqsave(&set->lock)"): "long discards",
+    ("tmem_record_fill", "spin_lock_irqsave(&set->lock)"): "each read page, of seven blocks",
+    ("tmem_record_flush", "spin_lock_irqsave(&set->lock)"): "each written page, of seven blocks",
+    ("tmem_record_read", "spin_lock_irqsave(&set->lock)"): "each read page, of seven blocks",
+    ("tmem_record_write", "spin_lock_irqsave(&set->lock)"): "each written page, of seven blocks",
+    ("erase_block", "spin_lock_irqsave(&set->lock)"): "each written block, of seven blocks",
+    ("tmem_area_unseen", "queue_delayed_work(&drain_work)"): "a command of a user, or no memory",
     ("tmem_fs_clear_mark", "xa_lock_irqsave(&mapping->i_pages)"): "the inode has a mark",
 }
 

@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Areas: ranges of disks with served file systems, and the intervals in which the driver sees all
+ * transfers of an area. blocks.h has the rules.
+ *
+ * The driver cannot see writes that began before the area was known, or that bypass submit_bio().
+ * After such a write it records nothing until the disk was drained: freezing its request queue
+ * waits until all requests have ended. A disk without request queue (device mapper, md) passes bios
+ * on and may keep them in memory, so it cannot be drained. Its area records only if the mount was
+ * seen from its start and no write was missed since.
+ */
+#include <linux/blk-mq.h>
+#include <linux/blkdev.h>
+#include <linux/mutex.h>
+#include <linux/rcupdate.h>
+#include <linux/slab.h>
+#include <linux/workqueue.h>
+
+#include "../compat.h"
+#include "../core/stats.h"
+#include "blocks.h"
+#include "fs.h"
+
+/* Least time between two drains of the areas, which stop the disks for a moment. */
+#define DRAIN_PERIOD	HZ
+
+static DEFINE_MUTEX(areas_lock);	/* guards writers of areas[], nr_areas and last_epoch */
+static struct tmem_area __rcu *areas[TMEM_FS_MAX];
+static u32 last_epoch;
+static struct delayed_work drain_work;
+
+/*
+ * Returns whether a range of sectors begins in an area or reaches into it. The last sectors of an
+ * area, which are no whole block, do not count.
+ */
+static bool overlaps(const struct tmem_area *area, const struct gendisk *disk, sector_t sector,
+		     sector_t nr)
+{
+	return area && area->disk == disk && sector < area->start +
+	       (sector_t)area->nr * TMEM_BLOCK_SECTORS && sector + nr > area->start;
+}
+
+/**
+ * tmem_area_find() - find the area that contains a whole range of sectors
+ * @disk: the disk
+ * @sector: first sector, on the whole disk
+ * @nr: number of sectors
+ *
+ * Context: any; the caller holds the RCU read lock while it uses the result.
+ * Return: the area, or NULL if no area contains the whole range.
+ */
+const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sector, sector_t nr)
+{
+	const struct tmem_area *area;
+	unsigned int i;
+
+	for (i = 0; i < TMEM_FS_MAX; i++) {
+		area = rcu_dereference(areas[i]);
+		if (overlaps(area, disk, sector, nr) && sector >= area->start &&
+		    sector + nr <= area->start + (sector_t)area->nr * TMEM_BLOCK_SECTORS)
+			return area;
+	}
+	return NULL;
+}
+
+/**
+ * tmem_area_serves() - check whether a disk has an area
+ * @disk: the disk
+ *
+ * Context: any.
+ * Return: true if it has one.
+ */
+bool tmem_area_serves(const struct gendisk *disk)
+{
+	const struct tmem_area *area;
+	bool found = false;
+	unsigned int i;
+
+	rcu_read_lock();
+	for (i = 0; i < TMEM_FS_MAX && !found; i++) {
+		area = rcu_dereference(areas[i]);
+		found = area && area->disk == disk;
+	}
+	rcu_read_unlock();
+	return found;
+}
+
+/**
+ * tmem_area_block() - return the block that contains a sector
+ * @area: the area
+ * @sector: the sector, on the whole disk
+ *
+ * Return: number of the block.
+ */
+u32 tmem_area_block(const struct tmem_area *area, sector_t sector)
+{
+	return area->first + (u32)((sector - area->start) / TMEM_BLOCK_SECTORS);
+}
+
+/**
+ * tmem_area_erase() - erase the records of all blocks that a range touches, in all areas
+ * @disk: the disk
+ * @sector: first sector, on the whole disk
+ * @nr: number of sectors
+ *
+ * Context: any but NMI.
+ * Return: true if the range touches an area.
+ */
+bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr)
+{
+	const struct tmem_area *area;
+	bool touched = false;
+	unsigned int i;
+
+	rcu_read_lock();
+	for (i = 0; i < TMEM_FS_MAX; i++) {
+		sector_t begin, end;
+		u32 first;
+
+		area = rcu_dereference(areas[i]);
+		if (!overlaps(area, disk, sector, nr))
+			continue;
+		touched = true;
+		begin = max(sector, area->start);
+		end = min(sector + nr, area->start + (sector_t)area->nr * TMEM_BLOCK_SECTORS);
+		first = tmem_area_block(area, begin);
+		tmem_record_erase(first, tmem_area_block(area, end - 1) - first + 1);
+	}
+	rcu_read_unlock();
+	return touched;
+}
+
+/* Ends the interval of all areas that a range touches, and erases the records of its blocks. */
+static bool end_interval(const struct gendisk *disk, sector_t sector, sector_t nr, bool for_good)
+{
+	struct tmem_area *area;
+	bool touched = false;
+	unsigned int i;
+
+	rcu_read_lock();
+	for (i = 0; i < TMEM_FS_MAX; i++) {
+		area = rcu_dereference(areas[i]);
+		if (!overlaps(area, disk, sector, nr))
+			continue;
+		touched = true;
+		if (for_good)
+			WRITE_ONCE(area->failed, true);
+		WRITE_ONCE(area->epoch, 0);
+	}
+	rcu_read_unlock();
+	/*
+	 * A read that began before sees another sequence number now, and does not record. A read
+	 * that begins from here on sees no interval.
+	 */
+	smp_mb();
+	tmem_area_erase(disk, sector, nr);
+	return touched;
+}
+
+/**
+ * tmem_area_unseen() - erase the blocks of a write whose end the driver will not see
+ * @disk: the disk
+ * @sector: first sector, on the whole disk
+ * @nr: number of sectors
+ *
+ * The areas record nothing until the disk was drained.
+ *
+ * Context: any but NMI.
+ */
+void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr)
+{
+	if (!end_interval(disk, sector, nr, false))
+		return;
+	tmem_count(TMEM_STAT_blocks_unseen);
+	if (!READ_ONCE(tmem_fs_stopped))
+		queue_delayed_work(tmem_system_wq, &drain_work, DRAIN_PERIOD);
+}
+
+/**
+ * tmem_area_failed() - stop recording, because a write has failed
+ * @disk: the disk
+ * @sector: first sector of the write, on the whole disk
+ * @nr: number of sectors
+ *
+ * A device may carry out a write later that has timed out. So the areas record nothing until they
+ * are unmounted.
+ *
+ * Context: any but NMI.
+ */
+void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr)
+{
+	end_interval(disk, sector, nr, true);
+}
+
+/*
+ * Begins an interval of an area. The interval begins before the drain, so that a write that is
+ * missed during the drain ends it. What reads have recorded until the drain has ended is erased.
+ */
+static void begin_interval(struct tmem_area *area)
+{
+	lockdep_assert_held(&areas_lock);
+	if (!++last_epoch)
+		++last_epoch;
+	WRITE_ONCE(area->epoch, last_epoch);
+	if (area->drained) {
+		tmem_drain_queue(area->disk->queue);
+		tmem_record_erase(area->first, area->nr);
+	}
+}
+
+static void drain_fn(struct work_struct *work)
+{
+	struct tmem_area *area;
+	unsigned int i;
+
+	mutex_lock(&areas_lock);
+	for (i = 0; i < TMEM_FS_MAX; i++) {
+		area = rcu_dereference_protected(areas[i], lockdep_is_held(&areas_lock));
+		if (area && area->drained && !area->failed && !READ_ONCE(area->epoch))
+			begin_interval(area);
+	}
+	mutex_unlock(&areas_lock);
+}
+
+/* Returns the first number of a range of @nr block numbers that no area has, or 0. */
+static u32 free_numbers(u32 nr)
+{
+	const struct tmem_area *area;
+	u64 first = 1;
+	unsigned int i;
+
+	for (i = 0; i < TMEM_FS_MAX; i++) {
+		area = rcu_dereference_protected(areas[i], lockdep_is_held(&areas_lock));
+		if (!area || first + nr <= area->first || first >= (u64)area->first + area->nr)
+			continue;
+		first = (u64)area->first + area->nr;
+		i = -1;	/* compare with all areas again */
+	}
+	return first + nr < U32_MAX ? first : 0;
+}
+
+/*
+ * Returns whether all writes of a device are bios and requests whose sectors are known at their
+ * submission.
+ */
+static bool is_visible(struct block_device *bdev)
+{
+	return !bdev_is_zoned(bdev) && !blk_queue_dax(bdev_get_queue(bdev)) &&
+	       !tmem_disk_has_rw_page(bdev->bd_disk);
+}
+
+/**
+ * tmem_area_new() - make the area of a file system
+ * @sb: its super block, whose device stays open until tmem_area_free()
+ * @from_start: the file system is being mounted, and no write of it has been missed
+ *
+ * Context: process, may sleep.
+ * Return: the area; NULL if there is no memory, no free block number (16 TiB in all areas), or if
+ * the device has writes that are no bios.
+ */
+struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start)
+{
+	struct block_device *bdev = sb->s_bdev;
+	u64 nr = bdev_nr_sectors(bdev) / TMEM_BLOCK_SECTORS;
+	struct tmem_area *area;
+	unsigned int i;
+
+	area = is_visible(bdev) ? kzalloc(sizeof(*area), GFP_KERNEL) : NULL;
+	if (!area)
+		return NULL;
+	area->sb = sb;
+	area->disk = bdev->bd_disk;
+	area->start = get_start_sect(bdev);
+	area->nr = nr;
+	area->drained = !bdev->bd_disk->fops->submit_bio;
+	mutex_lock(&areas_lock);
+	area->first = nr && nr < U32_MAX ? free_numbers(nr) : 0;
+	for (i = 0; i < TMEM_FS_MAX; i++)
+		if (!rcu_access_pointer(areas[i]))
+			break;
+	if (!area->first || i == TMEM_FS_MAX) {
+		mutex_unlock(&areas_lock);
+		kfree(area);
+		return NULL;
+	}
+	rcu_assign_pointer(areas[i], area);
+	/* See each later write: wait for tasks that looked for an area before it was there. */
+	synchronize_rcu_expedited();
+	if (area->drained || from_start)
+		begin_interval(area);
+	mutex_unlock(&areas_lock);
+	return area;
+}
+
+/**
+ * tmem_area_free() - remove the area of a file system that is being unmounted
+ * @area: from tmem_area_new(); may be NULL
+ *
+ * Context: process, may sleep.
+ */
+void tmem_area_free(struct tmem_area *area)
+{
+	unsigned int i;
+
+	if (!area)
+		return;
+	mutex_lock(&areas_lock);
+	for (i = 0; i < TMEM_FS_MAX; i++)
+		if (rcu_access_pointer(areas[i]) == area)
+			RCU_INIT_POINTER(areas[i], NULL);
+	synchronize_rcu_expedited();
+	tmem_record_erase(area->first, area->nr);
+	mutex_unlock(&areas_lock);
+	kfree_rcu(area, rcu);
+}
+
+/**
+ * tmem_areas_init() - make the tables, if the parameter "blocks" needs them
+ *
+ * Return: 0 or -ENOMEM.
+ */
+int tmem_areas_init(void)
+{
+	INIT_DELAYED_WORK(&drain_work, drain_fn);
+	return tmem_records_init();
+}
+
+/**
+ * tmem_areas_exit() - free the tables, after all hooks and areas were removed
+ */
+void tmem_areas_exit(void)
+{
+	cancel_delayed_work_sync(&drain_work);
+	tmem_records_exit();
+}

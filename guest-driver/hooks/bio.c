@@ -1,0 +1,534 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Replacement of submit_bio(), through which file systems, swap, direct I/O and raw writes reach
+ * their disk. It sees each bio of a served disk before a partition or a stacked driver changes the
+ * bio. blocks.h has the rules.
+ *
+ * The driver puts its own function into bi_end_io, as stacked drivers do, and keeps the caller's
+ * function and the place of the transfer in an object of its own. The function runs once, after all
+ * parts of a bio that was split, and before the file system unlocks a page or ends writeback.
+ *
+ * A disk ends bios in hard interrupts, with its queue locked. The work for each page, which a long
+ * bio has 2,048 times, runs in a tasklet. The tasklet also ends the bios of a chain one after
+ * another; bio_endio() would call itself for each bio of the chain whose bi_end_io was changed.
+ *
+ * Two tracepoints are a second net: they see writes to served disks that did not come through
+ * submit_bio().
+ */
+#include <linux/bio.h>
+#include <linux/blk-crypto.h>
+#include <linux/blk-integrity.h>
+#include <linux/blk-mq.h>
+#include <linux/blkdev.h>
+#include <linux/interrupt.h>
+#include <linux/llist.h>
+#include <linux/pagemap.h>
+#include <linux/slab.h>
+
+#include "../compat.h"
+#include "../core/core.h"
+#include "blocks.h"
+
+/*
+ * Maximum number of pages of a bio that are recorded. Writes of large folios and readahead of 8 MiB
+ * have this many.
+ */
+#define BIO_PAGES_MAX	2048
+/* Number of pages that a run of the tasklet records. They take about 50 us. */
+#define RUN_PAGES	256
+
+/* Beginning and length of a range that covers any disk, in sectors. */
+#define WHOLE_DISK	((sector_t)1 << 56)
+
+/* State of a bio between its submission and its end. */
+struct tracked {
+	struct llist_node node;
+	struct bio *bio;
+	bio_end_io_t *end_io;
+	void *private;
+	const struct gendisk *disk;
+	/* range of sectors on the whole disk, for erasing; nr is 0 if each page erases its block */
+	sector_t sector, nr;
+	/* beginning of the bio's partition on the whole disk, and of the area, in sectors */
+	sector_t partition, area_start;
+	u32 area_first;
+	const struct super_block *sb;	/* of the area; only compared */
+	u32 epoch;
+	bool write;
+	/* the next page to record, and its number */
+	struct bvec_iter iter;
+	unsigned int at;
+	unsigned int nr_pages;
+	/* for each page: sequence number, or 0; and, of a write, check */
+	u32 *seq;
+	u64 check[];
+};
+
+struct ended {
+	struct llist_head list;
+	struct llist_node *rest;	/* taken from the list, oldest first; used by the tasklet */
+	struct tasklet_struct tasklet;
+};
+
+static DEFINE_PER_CPU(struct ended, ended);
+/* Counts whose sum over all CPUs is the number of tracked bios. */
+static DEFINE_PER_CPU(long, nr_tracked);
+static bio_end_io_t *chain_end_io;
+
+static void bio_ended(struct bio *bio);
+
+/* Returns whether a folio is in the page cache of a regular file of a file system. */
+static bool is_of_file(struct folio *folio, const struct super_block *sb)
+{
+	struct address_space *mapping = folio_mapping(folio);
+
+	return mapping && mapping->host && S_ISREG(mapping->host->i_mode) &&
+	       mapping->host->i_sb == sb;
+}
+
+/*
+ * Returns whether only this read can change the page until it ends. The lock is tested first: it
+ * keeps the mapping. Nobody has mapped or pinned a folio that is not uptodate.
+ */
+static bool is_filled(struct page *page, const struct super_block *sb)
+{
+	struct folio *folio = page_folio(page);
+
+	return folio_test_locked(folio) && !folio_test_uptodate(folio) && is_of_file(folio, sb);
+}
+
+/* Returns whether a page of a file is being written back. */
+static bool is_flushed(struct page *page, const struct super_block *sb)
+{
+	struct folio *folio = page_folio(page);
+
+	return folio_test_writeback(folio) && !folio_test_dirty(folio) && is_of_file(folio, sb);
+}
+
+/* Returns whether a segment of a bio is a page, and a whole block of an area that begins at @start. */
+static bool is_block(const struct bio_vec *bv, sector_t sector, sector_t start)
+{
+	return bv->bv_len == PAGE_SIZE && !bv->bv_offset &&
+	       !((sector - start) % TMEM_BLOCK_SECTORS);
+}
+
+/*
+ * Returns the distance in sectors from the beginning of the whole disk to that of the device by
+ * which a bio counts its sectors. A bio that is submitted again may count by the whole disk already.
+ */
+static sector_t device_start(const struct bio *bio)
+{
+	return bio_flagged((struct bio *)bio, BIO_REMAPPED) ? 0 : get_start_sect(bio->bi_bdev);
+}
+
+static u32 block_at(const struct tracked *t, const struct bvec_iter *iter)
+{
+	return t->area_first +
+	       (u32)((t->partition + iter->bi_sector - t->area_start) / TMEM_BLOCK_SECTORS);
+}
+
+static u64 check_of(struct page *page)
+{
+	void *bytes = kmap_local_page(page);
+	u64 check = tmem_check64_page(&tmem_keys, bytes);
+
+	kunmap_local(bytes);
+	return check;
+}
+
+/* Allocates the state of a bio with space for @nr_pages pages. */
+static struct tracked *track_new(struct bio *bio, unsigned int nr_pages, bool write)
+{
+	size_t checks = write ? nr_pages : 0;
+	struct tracked *t;
+
+	if (TMEM_INJECT(nomem))
+		return NULL;
+	t = kmalloc(struct_size(t, check, checks) + nr_pages * sizeof(*t->seq),
+		    GFP_NOWAIT | __GFP_NOWARN | (nr_pages ? __GFP_NOMEMALLOC : __GFP_HIGH));
+	if (!t)
+		return NULL;
+	*t = (struct tracked){
+		.bio = bio,
+		.end_io = bio->bi_end_io,
+		.private = bio->bi_private,
+		.disk = bio->bi_bdev->bd_disk,
+		.partition = device_start(bio),
+		.write = write,
+		.iter = bio->bi_iter,
+		.nr_pages = nr_pages,
+		.seq = (u32 *)(t->check + checks),
+	};
+	return t;
+}
+
+static void track(struct tracked *t)
+{
+	tmem_users_begin(&nr_tracked);
+	t->bio->bi_private = t;
+	t->bio->bi_end_io = bio_ended;
+}
+
+/* Sets the area of a bio. Returns false if the whole bio is in no area. */
+static bool set_area(struct tracked *t, sector_t sector, sector_t nr)
+{
+	const struct tmem_area *area;
+
+	rcu_read_lock();
+	area = tmem_area_find(t->disk, sector, nr);
+	if (area) {
+		t->area_start = area->start;
+		t->area_first = area->first;
+		t->sb = area->sb;
+		t->epoch = READ_ONCE(area->epoch);
+	}
+	rcu_read_unlock();
+	return area;
+}
+
+/* Returns whether no transfer of the bio's area was missed since the bio was submitted. */
+static bool is_same_epoch(const struct tracked *t)
+{
+	const struct tmem_area *area;
+	bool same;
+
+	if (!t->epoch)
+		return false;
+	rcu_read_lock();
+	area = tmem_area_find(t->disk, t->area_start, 1);
+	same = area && READ_ONCE(area->epoch) == t->epoch;
+	rcu_read_unlock();
+	return same;
+}
+
+static bool is_encoded(struct bio *bio)
+{
+	return bio_has_crypt_ctx(bio) || bio_integrity(bio);
+}
+
+static void begin_read(struct bio *bio, sector_t sector, sector_t nr)
+{
+	unsigned int i = 0, nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
+	struct bvec_iter iter;
+	struct bio_vec bv;
+	struct tracked *t;
+
+	/* dm uses bi_private of a polled bio. */
+	if (bio->bi_opf & REQ_POLLED || is_encoded(bio) || !bio->bi_end_io ||
+	    !folio_test_locked(page_folio(bio_page(bio))))
+		return;
+	t = track_new(bio, nr_pages, false);
+	if (!t) {
+		tmem_count(TMEM_STAT_blocks_nomem);
+		return;
+	}
+	if (!set_area(t, sector, nr) || !t->epoch || !is_filled(bio_page(bio), t->sb)) {
+		kfree(t);
+		return;
+	}
+	bio_for_each_segment(bv, bio, iter) {
+		if (i == nr_pages)
+			break;
+		t->seq[i++] = is_block(&bv, t->partition + iter.bi_sector, t->area_start) &&
+			      is_filled(bv.bv_page, t->sb) ? tmem_record_read(block_at(t, &iter)) : 0;
+	}
+	track(t);
+}
+
+/*
+ * Erases the records of the blocks that a write touches. For pages under writeback, it also stores
+ * the checks with which they may be recorded when the write ends.
+ */
+static void begin_pages(struct tracked *t)
+{
+	struct bio *bio = t->bio;
+	struct bvec_iter iter;
+	unsigned int i = 0;
+	struct bio_vec bv;
+
+	bio_for_each_segment(bv, bio, iter) {
+		sector_t sector = t->partition + iter.bi_sector;
+
+		if (i < t->nr_pages)
+			t->seq[i] = 0;
+		if (i < t->nr_pages && is_block(&bv, sector, t->area_start) &&
+		    is_flushed(bv.bv_page, t->sb)) {
+			t->seq[i] = tmem_record_write(block_at(t, &iter), bv.bv_page);
+			t->check[i] = check_of(bv.bv_page);
+		} else {
+			tmem_area_erase(t->disk, sector, bv.bv_len >> SECTOR_SHIFT);
+		}
+		i++;
+	}
+}
+
+static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
+{
+	bool pages = bio_op(bio) == REQ_OP_WRITE && !is_encoded(bio);
+	struct tracked *t = NULL;
+
+	if (pages)
+		t = track_new(bio, min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX), true);
+	if (!t)
+		t = track_new(bio, 0, true);
+	if (!t) {
+		tmem_area_unseen(bio->bi_bdev->bd_disk, sector, nr);
+		return;
+	}
+	if (t->nr_pages && set_area(t, sector, nr)) {
+		begin_pages(t);
+	} else if (tmem_area_erase(t->disk, sector, nr)) {
+		t->sector = sector;
+		t->nr = nr;
+	} else {
+		kfree(t);
+		return;
+	}
+	/* A poller would find the end of the bio before the driver has seen it. */
+	bio_clear_polled(bio);
+	track(t);
+}
+
+static void begin(struct bio *bio)
+{
+	sector_t sector, nr;
+
+	/* Linux 6.1 submits some bios again, from another task. */
+	if (bio->bi_end_io == bio_ended)
+		return;
+	sector = bio->bi_iter.bi_sector + device_start(bio);
+	nr = bio_sectors(bio);
+	switch (bio_op(bio)) {
+	case REQ_OP_READ:
+		begin_read(bio, sector, nr);
+		return;
+	case REQ_OP_FLUSH:
+		return;
+	case REQ_OP_WRITE:
+	case REQ_OP_WRITE_ZEROES:
+	case REQ_OP_DISCARD:
+	case REQ_OP_SECURE_ERASE:
+		if (nr)
+			begin_write(bio, sector, nr);
+		return;
+	default:
+		begin_write(bio, 0, WHOLE_DISK);
+		return;
+	}
+}
+
+/* Records the next page of a bio that has ended, or erases the records of its blocks. */
+static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
+{
+	u32 seq = t->at < t->nr_pages ? t->seq[t->at] : 0;
+
+	if (t->write && seq && good)
+		tmem_record_flush(block_at(t, &t->iter), seq, t->check[t->at], bv->bv_page);
+	else if (t->write)
+		tmem_area_erase(t->disk, t->partition + t->iter.bi_sector,
+				bv->bv_len >> SECTOR_SHIFT);
+	else if (seq && good)
+		tmem_record_fill(block_at(t, &t->iter), seq, bv->bv_page);
+}
+
+/* Returns whether all pages are done. The iterator of the bio itself has changed meanwhile. */
+static bool end_pages(struct tracked *t)
+{
+	bool good = !t->bio->bi_status && is_same_epoch(t);
+	unsigned int stop = t->at + RUN_PAGES;
+	struct bio_vec bv;
+
+	while (t->iter.bi_size && t->at < stop) {
+		bv = bio_iter_iovec(t->bio, t->iter);
+		end_page(t, &bv, good);
+		bio_advance_iter_single(t->bio, &t->iter, bv.bv_len);
+		t->at++;
+	}
+	return !t->iter.bi_size || (!t->write && t->at >= t->nr_pages);
+}
+
+/* Returns whether a write may have reached the device, which has not acknowledged it. */
+static bool is_failure(blk_status_t status)
+{
+	return status && status != BLK_STS_NOTSUPP && status != BLK_STS_AGAIN;
+}
+
+/* Does a part of the work for a bio that has ended. Returns whether the bio's end was passed on. */
+static bool end_some(struct tracked *t)
+{
+	struct bio *bio = t->bio, *parent;
+
+	if (t->write && is_failure(bio->bi_status))
+		tmem_area_failed(t->disk, 0, WHOLE_DISK);
+	if (t->nr)
+		tmem_area_erase(t->disk, t->sector, t->nr);
+	else if (!end_pages(t))
+		return false;
+	bio->bi_end_io = t->end_io;
+	bio->bi_private = t->private;
+	kfree(t);
+	if (bio->bi_end_io == chain_end_io) {
+		/* Do what bio_endio() does for a bio of a chain. The function itself is a BUG(). */
+		parent = bio->bi_private;
+		if (bio->bi_status && !parent->bi_status)
+			parent->bi_status = bio->bi_status;
+		bio_put(bio);
+		bio_endio(parent);
+	} else if (bio->bi_end_io) {
+		bio->bi_end_io(bio);
+	}
+	tmem_users_end(&nr_tracked);
+	return true;
+}
+
+static void end_all(struct tasklet_struct *tasklet)
+{
+	struct ended *e = from_tasklet(e, tasklet, tasklet);
+	struct tracked *t;
+
+	if (!e->rest)
+		e->rest = llist_reverse_order(llist_del_all(&e->list));
+	while (e->rest) {
+		t = llist_entry(e->rest, struct tracked, node);
+		e->rest = t->node.next;
+		if (!end_some(t)) {
+			t->node.next = e->rest;
+			e->rest = &t->node;
+			break;
+		}
+	}
+	if (e->rest || !llist_empty(&e->list))
+		tasklet_schedule(tasklet);
+}
+
+/* The end function of tracked bios. Any context but NMI. */
+static void bio_ended(struct bio *bio)
+{
+	struct tracked *t = bio->bi_private;
+	/* Interrupts come back to the same processor. A task is kept on it by disabling softirqs. */
+	bool task = in_task() && !irqs_disabled();
+	struct ended *e;
+
+	if (tmem_bio_ends_in_task(bio)) {
+		while (!end_some(t))
+			cond_resched();
+		return;
+	}
+	if (task)
+		local_bh_disable();
+	e = this_cpu_ptr(&ended);
+	llist_add(&t->node, &e->list);
+	tasklet_schedule(&e->tasklet);
+	if (task)
+		local_bh_enable();
+}
+
+static void wrap_submit_bio(struct bio *bio)
+{
+	tmem_enter();
+	begin(bio);
+	tmem_original(submit_bio)(bio);
+	tmem_leave();
+}
+
+static bool wants_submit_bio(struct tmem_args *args)
+{
+	const struct bio *bio = (void *)tmem_arg(args, 0);
+
+	return bio->bi_bdev && tmem_area_serves(bio->bi_bdev->bd_disk);
+}
+
+/* Returns whether a bio writes, and the driver will not see its end. */
+static bool is_unseen(const struct bio *bio)
+{
+	return op_is_write(bio_op(bio)) && bio_sectors(bio) && bio->bi_end_io != bio_ended;
+}
+
+/**
+ * tmem_probe_bio_queue() - erase what a bio writes that did not come through submit_bio()
+ * @data: unused
+ * @bio: the bio, on its way to a disk
+ *
+ * Context: any but NMI.
+ */
+void tmem_probe_bio_queue(void *data, struct bio *bio)
+{
+	if (is_unseen(bio) && tmem_area_serves(bio->bi_bdev->bd_disk))
+		tmem_area_unseen(bio->bi_bdev->bd_disk,
+				 bio->bi_iter.bi_sector + device_start(bio), bio_sectors(bio));
+}
+
+/**
+ * tmem_probe_rq_issue() - erase what a request writes that the driver did not see as a bio
+ * @data: unused
+ * @rq: the request
+ *
+ * A command of a user (SG_IO) that does not return data may write anywhere. A write that was
+ * submitted before its disk was served may reach the disk after the drain.
+ *
+ * Context: any but NMI.
+ */
+void tmem_probe_rq_issue(void *data, struct request *rq)
+{
+	const struct gendisk *disk = rq->q->disk;
+	struct bio *bio;
+
+	if (!disk || !tmem_area_serves(disk))
+		return;
+	if (blk_rq_is_passthrough(rq)) {
+		if (op_is_write(req_op(rq)) || !blk_rq_bytes(rq))
+			tmem_area_unseen(disk, 0, WHOLE_DISK);
+		return;
+	}
+	__rq_for_each_bio(bio, rq)
+		/* The parts of a bio that was split form a chain. */
+		if (is_unseen(bio) && bio->bi_end_io != chain_end_io)
+			tmem_area_unseen(disk, bio->bi_iter.bi_sector, bio_sectors(bio));
+}
+
+/**
+ * tmem_bio_add() - hook submit_bio()
+ *
+ * Return: 0 or an error, which tmem_hooks_off() has reported.
+ */
+int tmem_bio_add(void)
+{
+	const struct tmem_target target = {
+		.addr = (unsigned long)submit_bio,
+		.hook = TMEM_HOOK_BIO,
+		.wrap = wrap_submit_bio,
+		.wanted = wants_submit_bio,
+	};
+	struct bio child, parent;
+	int cpu, err;
+
+	for_each_possible_cpu(cpu) {
+		init_llist_head(&per_cpu(ended, cpu).list);
+		tasklet_setup(&per_cpu(ended, cpu).tasklet, end_all);
+	}
+	/* bio_chain() shows the function, which has no symbol for modules. */
+	bio_init(&child, NULL, NULL, 0, 0);
+	bio_init(&parent, NULL, NULL, 0, 0);
+	bio_chain(&child, &parent);
+	chain_end_io = child.bi_end_io;
+	err = tmem_target_add(&target);
+	if (err)
+		tmem_hooks_off("cannot hook submit_bio: error %d", err);
+	return err;
+}
+
+/**
+ * tmem_bio_wait() - wait for the end of all tracked bios, after submit_bio() was released
+ *
+ * A disk that does not answer delays it until the disk answers.
+ */
+void tmem_bio_wait(void)
+{
+	int cpu;
+
+	tmem_users_wait(&nr_tracked);
+	for_each_possible_cpu(cpu)
+		tasklet_kill(&per_cpu(ended, cpu).tasklet);
+	/* The last bio may have ended in a task that has not left bio_ended() yet. */
+	synchronize_rcu_tasks();
+}

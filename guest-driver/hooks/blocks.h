@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * Coherence by disk block: which bytes the disk has, seen from the bios of a served disk.
+ *
+ * A record says that the last transfer between a page and a block of 4 KiB carried bytes with a
+ * certain check of 64 bits. A page that reclaim evicts may be put only if its bytes have the check
+ * in the record of its block. Five rules keep a record true:
+ * - Erase. A write erases the records of all blocks that it touches, also in part: before the
+ *   device sees it, and again when it ends. All operations but READ and an empty FLUSH are writes.
+ * - Record. A record is made only after a transfer without error, and only if no other write of the
+ *   block began or ended meanwhile. Each record has a sequence number for this.
+ * - Put. A wrong hint (which block belongs to a page) leads to another check, and so to no put.
+ * - Start. The driver records nothing of an area until all transfers have ended that it did not see
+ *   begin. A write that it did not see begin starts the area again.
+ * - Dirty. A page that becomes dirty voids the record of its last write: it may have changed while
+ *   the device read it.
+ *
+ * An area is the range of a disk on which a served file system lies. Blocks of areas are numbered
+ * from 1, without gaps between the blocks of one area.
+ *
+ * Limits: records and hints take memory in proportion to RAM (tmem_records_init()). A record that
+ * finds no space displaces another one, and a page without a record is not put.
+ */
+#ifndef _TMEM_BLOCKS_H
+#define _TMEM_BLOCKS_H
+
+#include <linux/blk_types.h>
+#include <linux/types.h>
+
+#include "hooks.h"
+
+#define TMEM_BLOCK_SHIFT	12
+#define TMEM_BLOCK_SECTORS	(1 << (TMEM_BLOCK_SHIFT - SECTOR_SHIFT))
+
+/* What the driver does with its records: values of the parameter "blocks". */
+enum tmem_blocks_mode {
+	TMEM_BLOCKS_OFF,
+	TMEM_BLOCKS_SHADOW,	/* records and counts, decides nothing */
+	TMEM_BLOCKS_VETO,	/* refuses puts of pages whose bytes have no record */
+};
+
+extern enum tmem_blocks_mode tmem_blocks_mode;
+
+/* --- records.c ----------------------------------------------------------------------------- */
+
+/* Result of the comparison of an evicted page with the record of its block. */
+enum tmem_verdict {
+	TMEM_VERDICT_EQUAL,
+	TMEM_VERDICT_OTHER,	/* other bytes than the last transfer */
+	TMEM_VERDICT_NONE,	/* no hint, or no record of the block */
+	TMEM_VERDICT_HOST,	/* the bytes came from the host, which checked them */
+};
+
+int tmem_records_init(void);
+void tmem_records_exit(void);
+u32 tmem_record_read(u32 block);
+u32 tmem_record_write(u32 block, struct page *page);
+void tmem_record_fill(u32 block, u32 seq, const struct page *page);
+void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page);
+void tmem_record_erase(u32 first, u32 nr);
+enum tmem_verdict tmem_record_compare(struct page *page);
+void tmem_record_dirty(struct folio *folio);
+void tmem_record_from_host(struct folio *folio);
+
+/* --- areas.c ------------------------------------------------------------------------------- */
+
+/* Range of a disk with the blocks of a served file system. Read under RCU. */
+struct tmem_area {
+	const struct super_block *sb;	/* only compared, never dereferenced */
+	const struct gendisk *disk;
+	sector_t start;			/* first sector, on the whole disk */
+	u32 first;			/* number of the first block */
+	u32 nr;				/* number of whole blocks */
+	/*
+	 * Number of the interval in which all transfers are seen, or 0 outside of one. It is never
+	 * reused.
+	 */
+	u32 epoch;
+	bool drained;			/* the disk can be drained of transfers */
+	bool failed;			/* a write has failed */
+	struct rcu_head rcu;
+};
+
+const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sector, sector_t nr);
+bool tmem_area_serves(const struct gendisk *disk);
+u32 tmem_area_block(const struct tmem_area *area, sector_t sector);
+bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr);
+void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr);
+void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr);
+struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start);
+void tmem_area_free(struct tmem_area *area);
+int tmem_areas_init(void);
+void tmem_areas_exit(void);
+
+/* --- bio.c --------------------------------------------------------------------------------- */
+
+int tmem_bio_add(void);
+void tmem_bio_wait(void);
+void tmem_probe_bio_queue(void *data, struct bio *bio);
+void tmem_probe_rq_issue(void *data, struct request *rq);
+
+#endif /* _TMEM_BLOCKS_H */
