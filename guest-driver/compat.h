@@ -265,6 +265,16 @@ static inline void tmem_drain_queue(struct request_queue *queue)
 #endif
 }
 
+/* Returns whether the bios of a plug must not wait. Linux 6.1 sets REQ_NOWAIT for them later. */
+static inline bool tmem_plug_nowait(const struct blk_plug *plug)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
+	return plug && plug->nowait;
+#else
+	return false;
+#endif
+}
+
 /* Returns whether the kernel can read and write pages of a disk without a bio, as before 6.3. */
 static inline bool tmem_disk_has_rw_page(const struct gendisk *disk)
 {

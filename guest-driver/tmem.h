@@ -33,6 +33,7 @@ enum tmem_inval {
 	TMEM_INVAL_GENERATION,	/* device reset, backend lost or replaced */
 	TMEM_INVAL_FADVISE,	/* POSIX_FADV_DONTNEED */
 	TMEM_INVAL_OFF,		/* the file system was switched off */
+	TMEM_INVAL_BLOCK,	/* a write of the disk block */
 	NR_TMEM_INVAL
 };
 

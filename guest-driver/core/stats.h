@@ -41,7 +41,7 @@ static inline void tmem_count(enum tmem_stat stat)
 
 static inline void tmem_count_inval(enum tmem_inval why, unsigned long n)
 {
-	BUILD_BUG_ON(TMEM_STAT_invalidations_off - TMEM_STAT_invalidations_removed !=
+	BUILD_BUG_ON(TMEM_STAT_invalidations_block - TMEM_STAT_invalidations_removed !=
 		     NR_TMEM_INVAL - 1);
 	tmem_count_n(TMEM_STAT_invalidations_removed + why, n);
 }

@@ -145,6 +145,7 @@ TMEM_STAT(invalidations_dropped)
 TMEM_STAT(invalidations_generation)
 TMEM_STAT(invalidations_fadvise)
 TMEM_STAT(invalidations_off)
+TMEM_STAT(invalidations_block)
 
 /* Comparisons of hits with the disk (hooks/verify.c): made, with a difference, and failed reads. */
 TMEM_STAT(verified_hits)

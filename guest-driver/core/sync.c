@@ -237,7 +237,7 @@ static bool send_report(struct tmem_dev *dev, u64 generation, bool *full)
 		.mismatches = cpu_to_le64(tmem_stat_sum(TMEM_STAT_mismatches,
 							TMEM_STAT_mismatches)),
 		.invalidations = cpu_to_le64(tmem_stat_sum(TMEM_STAT_invalidations_removed,
-							   TMEM_STAT_invalidations_off)),
+							   TMEM_STAT_invalidations_block)),
 	};
 	strscpy_pad(report->kernel, init_utsname()->release, sizeof(report->kernel));
 	status = tmem_control_send(dev, control, generation, VIRTIO_TMEM_T_REPORT, 0,

@@ -5,15 +5,17 @@
  *
  * The driver cannot see writes that began before the area was known, or that bypass submit_bio().
  * After such a write it records nothing until the disk was drained: freezing its request queue
- * waits until all requests have ended. A disk without request queue (device mapper, md) passes bios
- * on and may keep them in memory, so it cannot be drained. Its area records only if the mount was
- * seen from its start and no write was missed since.
+ * waits until all requests have ended, which may take as long as the disk likes. A disk without
+ * request queue (device mapper, md) passes bios on and may keep them in memory, so it cannot be
+ * drained. Its area records only if the mount was seen from its start and no write was missed
+ * since.
  */
 #include <linux/blk-mq.h>
 #include <linux/blkdev.h>
 #include <linux/mutex.h>
 #include <linux/rcupdate.h>
 #include <linux/slab.h>
+#include <linux/wait.h>
 #include <linux/workqueue.h>
 
 #include "../compat.h"
@@ -24,10 +26,11 @@
 /* Least time between two drains of the areas, which stop the disks for a moment. */
 #define DRAIN_PERIOD	HZ
 
-static DEFINE_MUTEX(areas_lock);	/* guards writers of areas[], nr_areas and last_epoch */
+static DEFINE_MUTEX(areas_lock);	/* guards writers of areas[], last_epoch and busy */
 static struct tmem_area __rcu *areas[TMEM_FS_MAX];
 static u32 last_epoch;
 static struct delayed_work drain_work;
+static DECLARE_WAIT_QUEUE_HEAD(drain_wait);	/* tasks that wait for an area that is busy */
 
 /*
  * Returns whether a range of sectors begins in an area or reaches into it. The last sectors of an
@@ -98,6 +101,36 @@ u32 tmem_area_block(const struct tmem_area *area, sector_t sector)
 }
 
 /**
+ * tmem_area_forget() - erase blocks from the index
+ * @sb: super block of their area
+ * @first: first block, counted from the beginning of the area
+ * @nr: number of blocks
+ *
+ * The caller has erased the records before. A put that found a record has ended then, or finds none
+ * any more.
+ *
+ * Context: any but NMI.
+ */
+void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr)
+{
+	struct tmem_key key;
+	struct tmem_fs *fs;
+	pgoff_t index;
+	u32 part;
+
+	if (tmem_blocks_mode != TMEM_BLOCKS_ON)
+		return;
+	rcu_read_lock();
+	fs = tmem_fs_find(sb);
+	for (; fs && nr; first += part, nr -= part) {
+		index = tmem_block_key(&key, fs->pool, first);
+		part = min_t(u32, nr, BIT(TMEM_OBJECT_BITS) - index);
+		tmem_invalidate(key.pool, key.ino, index, index + part - 1, TMEM_INVAL_BLOCK);
+	}
+	rcu_read_unlock();
+}
+
+/**
  * tmem_area_erase() - erase the records of all blocks that a range touches, in all areas
  * @disk: the disk
  * @sector: first sector, on the whole disk
@@ -115,7 +148,7 @@ bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr)
 	rcu_read_lock();
 	for (i = 0; i < TMEM_FS_MAX; i++) {
 		sector_t begin, end;
-		u32 first;
+		u32 first, nr_blocks;
 
 		area = rcu_dereference(areas[i]);
 		if (!overlaps(area, disk, sector, nr))
@@ -124,7 +157,9 @@ bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr)
 		begin = max(sector, area->start);
 		end = min(sector + nr, area->start + (sector_t)area->nr * TMEM_BLOCK_SECTORS);
 		first = tmem_area_block(area, begin);
-		tmem_record_erase(first, tmem_area_block(area, end - 1) - first + 1);
+		nr_blocks = tmem_area_block(area, end - 1) - first + 1;
+		tmem_record_erase(first, nr_blocks);
+		tmem_area_forget(area->sb, first - area->first, nr_blocks);
 	}
 	rcu_read_unlock();
 	return touched;
@@ -192,20 +227,38 @@ void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr)
 	end_interval(disk, sector, nr, true);
 }
 
-/*
- * Begins an interval of an area. The interval begins before the drain, so that a write that is
- * missed during the drain ends it. What reads have recorded until the drain has ended is erased.
- */
-static void begin_interval(struct tmem_area *area)
+/* Begins an interval of an area, if no write of it has failed. */
+static u32 begin_interval(struct tmem_area *area)
 {
 	lockdep_assert_held(&areas_lock);
 	if (!++last_epoch)
 		++last_epoch;
 	WRITE_ONCE(area->epoch, last_epoch);
-	if (area->drained) {
-		tmem_drain_queue(area->disk->queue);
-		tmem_record_erase(area->first, area->nr);
-	}
+	/* Either this function sees the flag, or end_interval() sees the epoch. */
+	smp_mb();
+	if (READ_ONCE(area->failed))
+		WRITE_ONCE(area->epoch, 0);
+	return last_epoch;
+}
+
+/*
+ * Drains the disk of an area. The interval begins before the drain, so that a write that is missed
+ * during the drain ends it. Reads may record and reclaim may put old bytes until the drain has
+ * ended. These are erased, and only then may blocks be got. The drain may take long, so the lock is
+ * released meanwhile.
+ */
+static void drain_area(struct tmem_area *area)
+{
+	u32 epoch = begin_interval(area);
+
+	area->busy = true;
+	mutex_unlock(&areas_lock);
+	tmem_drain_queue(area->disk->queue);
+	tmem_area_erase(area->disk, area->start, (sector_t)area->nr * TMEM_BLOCK_SECTORS);
+	WRITE_ONCE(area->served, epoch);
+	mutex_lock(&areas_lock);
+	area->busy = false;
+	wake_up_all(&drain_wait);
 }
 
 static void drain_fn(struct work_struct *work)
@@ -216,8 +269,8 @@ static void drain_fn(struct work_struct *work)
 	mutex_lock(&areas_lock);
 	for (i = 0; i < TMEM_FS_MAX; i++) {
 		area = rcu_dereference_protected(areas[i], lockdep_is_held(&areas_lock));
-		if (area && area->drained && !area->failed && !READ_ONCE(area->epoch))
-			begin_interval(area);
+		if (area && area->drained && !READ_ONCE(area->failed) && !READ_ONCE(area->epoch))
+			drain_area(area);
 	}
 	mutex_unlock(&areas_lock);
 }
@@ -286,9 +339,11 @@ struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start)
 	rcu_assign_pointer(areas[i], area);
 	/* See each later write: wait for tasks that looked for an area before it was there. */
 	synchronize_rcu_expedited();
-	if (area->drained || from_start)
-		begin_interval(area);
+	if (!area->drained && from_start)
+		area->served = begin_interval(area);
 	mutex_unlock(&areas_lock);
+	if (area->drained)
+		mod_delayed_work(tmem_system_wq, &drain_work, 0);
 	return area;
 }
 
@@ -308,6 +363,11 @@ void tmem_area_free(struct tmem_area *area)
 	for (i = 0; i < TMEM_FS_MAX; i++)
 		if (rcu_access_pointer(areas[i]) == area)
 			RCU_INIT_POINTER(areas[i], NULL);
+	while (area->busy) {
+		mutex_unlock(&areas_lock);
+		wait_event(drain_wait, !READ_ONCE(area->busy));
+		mutex_lock(&areas_lock);
+	}
 	synchronize_rcu_expedited();
 	tmem_record_erase(area->first, area->nr);
 	mutex_unlock(&areas_lock);

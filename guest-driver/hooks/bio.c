@@ -47,17 +47,17 @@ struct tracked {
 	bio_end_io_t *end_io;
 	void *private;
 	const struct gendisk *disk;
-	/* range of sectors on the whole disk, for erasing; nr is 0 if each page erases its block */
-	sector_t sector, nr;
-	/* beginning of the bio's partition on the whole disk, and of the area, in sectors */
-	sector_t partition, area_start;
+	sector_t sector, nr;		/* range of sectors on the whole disk */
+	bool whole;			/* the range is erased, and not page by page */
+	sector_t area_start;		/* on the whole disk */
 	u32 area_first;
 	const struct super_block *sb;	/* of the area; only compared */
 	u32 epoch;
 	bool write;
-	/* the next page to record, and its number */
+	/* the next segment, its number, and its distance from the first one in bytes */
 	struct bvec_iter iter;
 	unsigned int at;
+	u64 byte;
 	unsigned int nr_pages;
 	/* for each page: sequence number, or 0; and, of a write, check */
 	u32 *seq;
@@ -77,54 +77,32 @@ static bio_end_io_t *chain_end_io;
 
 static void bio_ended(struct bio *bio);
 
-/* Returns whether a folio is in the page cache of a regular file of a file system. */
-static bool is_of_file(struct folio *folio, const struct super_block *sb)
-{
-	struct address_space *mapping = folio_mapping(folio);
-
-	return mapping && mapping->host && S_ISREG(mapping->host->i_mode) &&
-	       mapping->host->i_sb == sb;
-}
-
 /*
- * Returns whether only this read can change the page until it ends. The lock is tested first: it
- * keeps the mapping. Nobody has mapped or pinned a folio that is not uptodate.
- */
-static bool is_filled(struct page *page, const struct super_block *sb)
-{
-	struct folio *folio = page_folio(page);
-
-	return folio_test_locked(folio) && !folio_test_uptodate(folio) && is_of_file(folio, sb);
-}
-
-/* Returns whether a page of a file is being written back. */
-static bool is_flushed(struct page *page, const struct super_block *sb)
-{
-	struct folio *folio = page_folio(page);
-
-	return folio_test_writeback(folio) && !folio_test_dirty(folio) && is_of_file(folio, sb);
-}
-
-/* Returns whether a segment of a bio is a page, and a whole block of an area that begins at @start. */
-static bool is_block(const struct bio_vec *bv, sector_t sector, sector_t start)
-{
-	return bv->bv_len == PAGE_SIZE && !bv->bv_offset &&
-	       !((sector - start) % TMEM_BLOCK_SECTORS);
-}
-
-/*
- * Returns the distance in sectors from the beginning of the whole disk to that of the device by
- * which a bio counts its sectors. A bio that is submitted again may count by the whole disk already.
+ * Returns the first sector, on the whole disk, of the device by which a bio counts its sectors. A
+ * bio that is submitted again may count by the whole disk already.
  */
 static sector_t device_start(const struct bio *bio)
 {
 	return bio_flagged((struct bio *)bio, BIO_REMAPPED) ? 0 : get_start_sect(bio->bi_bdev);
 }
 
-static u32 block_at(const struct tracked *t, const struct bvec_iter *iter)
+/* Returns the place of a byte of a bio, in bytes from the beginning of its area. */
+static u64 place(const struct tracked *t, u64 byte)
 {
-	return t->area_first +
-	       (u32)((t->partition + iter->bi_sector - t->area_start) / TMEM_BLOCK_SECTORS);
+	return ((u64)(t->sector - t->area_start) << SECTOR_SHIFT) + byte;
+}
+
+static u32 block_at(const struct tracked *t, u64 byte)
+{
+	return t->area_first + (u32)(place(t, byte) >> TMEM_BLOCK_SHIFT);
+}
+
+/* Begins or ends a write of a segment that is not recorded. */
+static void write_part(const struct tracked *t, u64 byte, const struct bio_vec *bv, int writes)
+{
+	u32 first = block_at(t, byte);
+
+	tmem_record_write_range(first, block_at(t, byte + bv->bv_len - 1) - first + 1, writes);
 }
 
 static u64 check_of(struct page *page)
@@ -153,7 +131,8 @@ static struct tracked *track_new(struct bio *bio, unsigned int nr_pages, bool wr
 		.end_io = bio->bi_end_io,
 		.private = bio->bi_private,
 		.disk = bio->bi_bdev->bd_disk,
-		.partition = device_start(bio),
+		.sector = bio->bi_iter.bi_sector + device_start(bio),
+		.nr = bio_sectors(bio),
 		.write = write,
 		.iter = bio->bi_iter,
 		.nr_pages = nr_pages,
@@ -170,12 +149,12 @@ static void track(struct tracked *t)
 }
 
 /* Sets the area of a bio. Returns false if the whole bio is in no area. */
-static bool set_area(struct tracked *t, sector_t sector, sector_t nr)
+static bool set_area(struct tracked *t)
 {
 	const struct tmem_area *area;
 
 	rcu_read_lock();
-	area = tmem_area_find(t->disk, sector, nr);
+	area = tmem_area_find(t->disk, t->sector, t->nr);
 	if (area) {
 		t->area_start = area->start;
 		t->area_first = area->first;
@@ -206,38 +185,65 @@ static bool is_encoded(struct bio *bio)
 	return bio_has_crypt_ctx(bio) || bio_integrity(bio);
 }
 
-static void begin_read(struct bio *bio, sector_t sector, sector_t nr)
+/*
+ * Fills pages of a read from the host, if all conditions are met, and shortens the bio to the other
+ * pages. Returns true if no page is left and the bio has ended.
+ */
+static bool fill(struct bio *bio)
 {
-	unsigned int i = 0, nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
+	sector_t sector = bio->bi_iter.bi_sector + device_start(bio);
+	const struct tmem_area *area;
+	struct tmem_area copy = {};
+
+	rcu_read_lock();
+	area = tmem_area_find(bio->bi_bdev->bd_disk, sector, bio_sectors(bio));
+	if (area)
+		copy = *area;
+	rcu_read_unlock();
+	return tmem_area_works(&copy) && tmem_fill(bio, &copy, sector);
+}
+
+/* Returns true if the bio has ended. */
+static bool begin_read(struct bio *bio)
+{
+	unsigned int i = 0, nr_pages;
 	struct bvec_iter iter;
 	struct bio_vec bv;
 	struct tracked *t;
+	u64 byte = 0;
 
 	/* dm uses bi_private of a polled bio. */
 	if (bio->bi_opf & REQ_POLLED || is_encoded(bio) || !bio->bi_end_io ||
-	    !folio_test_locked(page_folio(bio_page(bio))))
-		return;
+	    !bio_sectors(bio) || !folio_test_locked(page_folio(bio_page(bio))))
+		return false;
+	if (tmem_blocks_mode == TMEM_BLOCKS_ON && fill(bio))
+		return true;
+	nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
 	t = track_new(bio, nr_pages, false);
 	if (!t) {
 		tmem_count(TMEM_STAT_blocks_nomem);
-		return;
+		return false;
 	}
-	if (!set_area(t, sector, nr) || !t->epoch || !is_filled(bio_page(bio), t->sb)) {
+	if (!set_area(t) || !t->epoch || !tmem_is_filled(bio_page(bio), t->sb)) {
 		kfree(t);
-		return;
+		return false;
 	}
 	bio_for_each_segment(bv, bio, iter) {
 		if (i == nr_pages)
 			break;
-		t->seq[i++] = is_block(&bv, t->partition + iter.bi_sector, t->area_start) &&
-			      is_filled(bv.bv_page, t->sb) ? tmem_record_read(block_at(t, &iter)) : 0;
+		t->seq[i++] = tmem_is_block(&bv, place(t, byte)) &&
+			      tmem_is_filled(bv.bv_page, t->sb) ?
+			      tmem_record_read(block_at(t, byte)) : 0;
+		byte += bv.bv_len;
 	}
 	track(t);
+	return false;
 }
 
 /*
- * Erases the records of the blocks that a write touches. For pages under writeback, it also stores
- * the checks with which they may be recorded when the write ends.
+ * Erases the blocks that a write touches. For pages under writeback, it also stores the checks with
+ * which they may be recorded when the write ends. The sectors in the bio's iterator are wrong after
+ * a segment that is not a multiple of a sector.
  */
 static void begin_pages(struct tracked *t)
 {
@@ -245,21 +251,25 @@ static void begin_pages(struct tracked *t)
 	struct bvec_iter iter;
 	unsigned int i = 0;
 	struct bio_vec bv;
+	u64 byte = 0;
+	u32 first;
 
 	bio_for_each_segment(bv, bio, iter) {
-		sector_t sector = t->partition + iter.bi_sector;
-
 		if (i < t->nr_pages)
 			t->seq[i] = 0;
-		if (i < t->nr_pages && is_block(&bv, sector, t->area_start) &&
-		    is_flushed(bv.bv_page, t->sb)) {
-			t->seq[i] = tmem_record_write(block_at(t, &iter), bv.bv_page);
+		if (i < t->nr_pages && tmem_is_block(&bv, place(t, byte)) &&
+		    tmem_is_flushed(bv.bv_page, t->sb)) {
+			t->seq[i] = tmem_record_write(block_at(t, byte), bv.bv_page);
 			t->check[i] = check_of(bv.bv_page);
 		} else {
-			tmem_area_erase(t->disk, sector, bv.bv_len >> SECTOR_SHIFT);
+			write_part(t, byte, &bv, 1);
 		}
+		byte += bv.bv_len;
 		i++;
 	}
+	/* A put that found a record has ended, and no other one begins until the write ends. */
+	first = block_at(t, 0);
+	tmem_area_forget(t->sb, first - t->area_first, block_at(t, byte - 1) - first + 1);
 }
 
 static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
@@ -275,45 +285,49 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 		tmem_area_unseen(bio->bi_bdev->bd_disk, sector, nr);
 		return;
 	}
-	if (t->nr_pages && set_area(t, sector, nr)) {
-		begin_pages(t);
-	} else if (tmem_area_erase(t->disk, sector, nr)) {
-		t->sector = sector;
-		t->nr = nr;
+	t->sector = sector;
+	t->nr = nr;
+	t->whole = bio_op(bio) != REQ_OP_WRITE || !set_area(t);
+	if (t->whole) {
+		tmem_record_long_write(1);
+		if (!tmem_area_erase(t->disk, sector, nr)) {
+			tmem_record_long_write(-1);
+			kfree(t);
+			return;
+		}
 	} else {
-		kfree(t);
-		return;
+		begin_pages(t);
 	}
 	/* A poller would find the end of the bio before the driver has seen it. */
 	bio_clear_polled(bio);
 	track(t);
 }
 
-static void begin(struct bio *bio)
+/* Returns true if the bio has ended already. */
+static bool begin(struct bio *bio)
 {
 	sector_t sector, nr;
 
 	/* Linux 6.1 submits some bios again, from another task. */
 	if (bio->bi_end_io == bio_ended)
-		return;
+		return false;
 	sector = bio->bi_iter.bi_sector + device_start(bio);
 	nr = bio_sectors(bio);
 	switch (bio_op(bio)) {
 	case REQ_OP_READ:
-		begin_read(bio, sector, nr);
-		return;
+		return begin_read(bio);
 	case REQ_OP_FLUSH:
-		return;
+		return false;
 	case REQ_OP_WRITE:
 	case REQ_OP_WRITE_ZEROES:
 	case REQ_OP_DISCARD:
 	case REQ_OP_SECURE_ERASE:
 		if (nr)
 			begin_write(bio, sector, nr);
-		return;
+		return false;
 	default:
 		begin_write(bio, 0, WHOLE_DISK);
-		return;
+		return false;
 	}
 }
 
@@ -323,25 +337,24 @@ static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 	u32 seq = t->at < t->nr_pages ? t->seq[t->at] : 0;
 
 	if (t->write && seq && good)
-		tmem_record_flush(block_at(t, &t->iter), seq, t->check[t->at], bv->bv_page);
+		tmem_record_flush(block_at(t, t->byte), seq, t->check[t->at], bv->bv_page);
 	else if (t->write)
-		tmem_area_erase(t->disk, t->partition + t->iter.bi_sector,
-				bv->bv_len >> SECTOR_SHIFT);
+		write_part(t, t->byte, bv, -1);
 	else if (seq && good)
-		tmem_record_fill(block_at(t, &t->iter), seq, bv->bv_page);
+		tmem_record_fill(block_at(t, t->byte), seq, bv->bv_page);
 }
 
 /* Returns whether all pages are done. The iterator of the bio itself has changed meanwhile. */
-static bool end_pages(struct tracked *t)
+static bool end_pages(struct tracked *t, unsigned int *budget)
 {
 	bool good = !t->bio->bi_status && is_same_epoch(t);
-	unsigned int stop = t->at + RUN_PAGES;
 	struct bio_vec bv;
 
-	while (t->iter.bi_size && t->at < stop) {
+	for (; t->iter.bi_size && *budget; --*budget) {
 		bv = bio_iter_iovec(t->bio, t->iter);
 		end_page(t, &bv, good);
 		bio_advance_iter_single(t->bio, &t->iter, bv.bv_len);
+		t->byte += bv.bv_len;
 		t->at++;
 	}
 	return !t->iter.bi_size || (!t->write && t->at >= t->nr_pages);
@@ -350,20 +363,26 @@ static bool end_pages(struct tracked *t)
 /* Returns whether a write may have reached the device, which has not acknowledged it. */
 static bool is_failure(blk_status_t status)
 {
-	return status && status != BLK_STS_NOTSUPP && status != BLK_STS_AGAIN;
+	return status && status != BLK_STS_NOTSUPP && status != BLK_STS_AGAIN &&
+	       status != BLK_STS_TARGET;
 }
 
-/* Does a part of the work for a bio that has ended. Returns whether the bio's end was passed on. */
-static bool end_some(struct tracked *t)
+/*
+ * Does a part of the work for a bio that has ended: at most @budget pages, which it lowers. Returns
+ * whether the bio's end was passed on.
+ */
+static bool end_some(struct tracked *t, unsigned int *budget)
 {
 	struct bio *bio = t->bio, *parent;
 
 	if (t->write && is_failure(bio->bi_status))
 		tmem_area_failed(t->disk, 0, WHOLE_DISK);
-	if (t->nr)
+	if (t->whole) {
 		tmem_area_erase(t->disk, t->sector, t->nr);
-	else if (!end_pages(t))
+		tmem_record_long_write(-1);
+	} else if (!end_pages(t, budget)) {
 		return false;
+	}
 	bio->bi_end_io = t->end_io;
 	bio->bi_private = t->private;
 	kfree(t);
@@ -384,14 +403,15 @@ static bool end_some(struct tracked *t)
 static void end_all(struct tasklet_struct *tasklet)
 {
 	struct ended *e = from_tasklet(e, tasklet, tasklet);
+	unsigned int budget = RUN_PAGES;
 	struct tracked *t;
 
 	if (!e->rest)
 		e->rest = llist_reverse_order(llist_del_all(&e->list));
-	while (e->rest) {
+	while (e->rest && budget) {
 		t = llist_entry(e->rest, struct tracked, node);
 		e->rest = t->node.next;
-		if (!end_some(t)) {
+		if (!end_some(t, &budget)) {
 			t->node.next = e->rest;
 			e->rest = &t->node;
 			break;
@@ -405,13 +425,15 @@ static void end_all(struct tasklet_struct *tasklet)
 static void bio_ended(struct bio *bio)
 {
 	struct tracked *t = bio->bi_private;
-	/* Interrupts come back to the same processor. A task is kept on it by disabling softirqs. */
+	/* A task must stay on its processor, as interrupts do. The tasklet runs at the end. */
 	bool task = in_task() && !irqs_disabled();
+	unsigned int budget;
 	struct ended *e;
 
 	if (tmem_bio_ends_in_task(bio)) {
-		while (!end_some(t))
-			cond_resched();
+		do {
+			budget = RUN_PAGES;
+		} while (!end_some(t, &budget));
 		return;
 	}
 	if (task)
@@ -426,8 +448,8 @@ static void bio_ended(struct bio *bio)
 static void wrap_submit_bio(struct bio *bio)
 {
 	tmem_enter();
-	begin(bio);
-	tmem_original(submit_bio)(bio);
+	if (!begin(bio))
+		tmem_original(submit_bio)(bio);
 	tmem_leave();
 }
 

@@ -8,7 +8,8 @@
  * - Erase. A write erases the records of all blocks that it touches, also in part: before the
  *   device sees it, and again when it ends. All operations but READ and an empty FLUSH are writes.
  * - Record. A record is made only after a transfer without error, and only if no other write of the
- *   block began or ended meanwhile. Each record has a sequence number for this.
+ *   block began or ended meanwhile. Each record has a sequence number for this. While a write of
+ *   the block is in flight, the record is not used.
  * - Put. A wrong hint (which block belongs to a page) leads to another check, and so to no put.
  * - Start. The driver records nothing of an area until all transfers have ended that it did not see
  *   begin. A write that it did not see begin starts the area again.
@@ -32,11 +33,12 @@
 #define TMEM_BLOCK_SHIFT	12
 #define TMEM_BLOCK_SECTORS	(1 << (TMEM_BLOCK_SHIFT - SECTOR_SHIFT))
 
-/* What the driver does with its records: values of the parameter "blocks". */
+/* Use of the records: values of the parameter "blocks". */
 enum tmem_blocks_mode {
 	TMEM_BLOCKS_OFF,
 	TMEM_BLOCKS_SHADOW,	/* records and counts, decides nothing */
 	TMEM_BLOCKS_VETO,	/* refuses puts of pages whose bytes have no record */
+	TMEM_BLOCKS_ON,		/* puts and gets are by block; nothing about files decides */
 };
 
 extern enum tmem_blocks_mode tmem_blocks_mode;
@@ -58,8 +60,14 @@ u32 tmem_record_write(u32 block, struct page *page);
 void tmem_record_fill(u32 block, u32 seq, const struct page *page);
 void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page);
 void tmem_record_erase(u32 first, u32 nr);
-enum tmem_verdict tmem_record_compare(struct page *page);
+void tmem_record_write_range(u32 first, u32 nr, int writes);
+void tmem_record_long_write(int writes);
+u32 tmem_record_get(u32 block);
+bool tmem_record_got(u32 block, u32 seq, struct page *page);
+enum tmem_verdict tmem_record_compare(struct page *page, void (*put)(u32 block, void *arg),
+				      void *arg);
 void tmem_record_dirty(struct folio *folio);
+void tmem_record_forget(struct folio *folio);
 void tmem_record_from_host(struct folio *folio);
 
 /* --- areas.c ------------------------------------------------------------------------------- */
@@ -76,14 +84,25 @@ struct tmem_area {
 	 * reused.
 	 */
 	u32 epoch;
+	u32 served;			/* epoch from whose drain on blocks may be got */
 	bool drained;			/* the disk can be drained of transfers */
+	bool busy;			/* the disk is being drained; guarded by areas_lock */
 	bool failed;			/* a write has failed */
 	struct rcu_head rcu;
 };
 
+/* Returns whether blocks of an area, which may be NULL, are recorded and got. */
+static inline bool tmem_area_works(const struct tmem_area *area)
+{
+	u32 epoch = area ? READ_ONCE(area->epoch) : 0;
+
+	return epoch && READ_ONCE(area->served) == epoch;
+}
+
 const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sector, sector_t nr);
 bool tmem_area_serves(const struct gendisk *disk);
 u32 tmem_area_block(const struct tmem_area *area, sector_t sector);
+void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr);
 bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr);
 void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr);
 void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr);
@@ -91,6 +110,32 @@ struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start);
 void tmem_area_free(struct tmem_area *area);
 int tmem_areas_init(void);
 void tmem_areas_exit(void);
+
+/* --- fill.c -------------------------------------------------------------------------------- */
+
+/*
+ * Number of blocks of an object of the index, as a power of two. Blocks of one object share locks,
+ * and neighbours share leaves.
+ */
+#define TMEM_OBJECT_BITS 18
+
+/*
+ * Sets the key of a block, counted from the beginning of its area, and returns its page index. No
+ * inode has such a number.
+ */
+static inline pgoff_t tmem_block_key(struct tmem_key *key, struct tmem_pool *pool, u32 block)
+{
+	*key = (struct tmem_key){
+		.pool = pool,
+		.ino = BIT_ULL(63) | block >> TMEM_OBJECT_BITS,
+	};
+	return block & (BIT(TMEM_OBJECT_BITS) - 1);
+}
+
+bool tmem_is_filled(struct page *page, const struct super_block *sb);
+bool tmem_is_flushed(struct page *page, const struct super_block *sb);
+bool tmem_is_block(const struct bio_vec *bv, u64 place);
+bool tmem_fill(struct bio *bio, const struct tmem_area *area, sector_t sector);
 
 /* --- bio.c --------------------------------------------------------------------------------- */
 

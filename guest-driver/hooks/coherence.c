@@ -14,6 +14,7 @@
 #include <linux/security.h>
 
 #include "../compat.h"
+#include "blocks.h"
 #include "hooks.h"
 
 /*
@@ -187,6 +188,11 @@ static void entry_drop_slab(struct tmem_args *args)
 		tmem_fs_flush_all();
 }
 
+static bool is_needed_for_blocks(enum tmem_hook hook)
+{
+	return hook == TMEM_HOOK_MOUNT || hook == TMEM_HOOK_UNMOUNT || hook == TMEM_HOOK_FADVISE;
+}
+
 /**
  * tmem_coherence_add() - hook the functions of mm and VFS that the driver needs in every kernel
  *
@@ -216,6 +222,9 @@ int tmem_coherence_add(void)
 		 * page.
 		 */
 		if (targets[i].hook == TMEM_HOOK_MOUNT && !TMEM_HAS_MOUNT_HOOK)
+			continue;
+		/* With keys of blocks, changes of files need no hook. */
+		if (tmem_blocks_mode == TMEM_BLOCKS_ON && !is_needed_for_blocks(targets[i].hook))
 			continue;
 		/* Without CONFIG_QUOTA, no file becomes a quota file while it is mounted. */
 		if (targets[i].hook == TMEM_HOOK_QUOTA && !IS_ENABLED(CONFIG_QUOTA))

@@ -15,6 +15,7 @@
 
 #include "../compat.h"
 #include "../virtio_tmem_ioctl.h"
+#include "blocks.h"
 #include "hooks.h"
 
 static int file_get(const struct tmem_key *key, const struct inode *inode,
@@ -41,9 +42,14 @@ static int file_set(const struct tmem_key *key, u32 policy)
 		 * Set the policy before erasing the entries: a put in between would add an entry
 		 * that nothing erases.
 		 */
-		if (!err)
+		if (err)
+			return err;
+		/* Which blocks belong to the file is not known, so all pages are dropped. */
+		if (tmem_blocks_mode == TMEM_BLOCKS_ON)
+			tmem_pool_empty(key->pool);
+		else
 			tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
-		return err;
+		return 0;
 	default:
 		return -EINVAL;
 	}

@@ -191,6 +191,13 @@ static const struct fs_symbol {
 	{ "ext4", "jbd2_journal_abort", TMEM_HOOK_JOURNAL_ABORT, tmem_entry_journal_abort },
 };
 
+static void type_active(struct tmem_fs_type *type)
+{
+	WRITE_ONCE(type->active, true);
+	found++;
+	tmem_fs_report();
+}
+
 /* Hooks the functions of a type: first those for coherence, and then those that read pages. */
 static void tmem_fs_type_activate(struct tmem_fs_type *type,
 				  const struct address_space_operations *aops)
@@ -226,9 +233,7 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 			return;
 		}
 	}
-	WRITE_ONCE(type->active, true);
-	found++;
-	tmem_fs_report();
+	type_active(type);
 }
 
 /*
@@ -300,7 +305,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type, 
 	if (old) {
 		TMEM_HOLD(replace);
 		tmem_fs_free(old);
-	} else if (!*fs->mount->refused) {
+	} else if (!*fs->mount->refused && tmem_blocks_mode != TMEM_BLOCKS_ON) {
 		marked = tmem_fs_mark_suspects(fs, sb);
 	}
 	if (!marked)
@@ -335,7 +340,10 @@ static void serve(struct super_block *sb, struct tmem_fs_type *type, bool new)
 	mutex_lock(&discovery_lock);
 	if (tmem_fs_stopped || type->failed || !sb->s_bdev || !sb->s_root)
 		goto unlock;
-	if (!type->active) {
+	/* With keys of blocks, no function of a file system is hooked. */
+	if (!type->active && tmem_blocks_mode == TMEM_BLOCKS_ON) {
+		type_active(type);
+	} else if (!type->active) {
 		aops = tmem_fs_aops(sb, type);
 		if (aops)
 			tmem_fs_type_activate(type, aops);
@@ -365,7 +373,8 @@ void tmem_fs_mounted(struct super_block *sb)
 		if (strcmp(sb->s_type->name, type->name))
 			continue;
 		if (READ_ONCE(type->fst))
-			serve(sb, type, true);
+			/* A file system that is mounted a second time has written already. */
+			serve(sb, type, atomic_read(&sb->s_active) == 1);
 		else
 			tmem_fs_note(sb);
 	}

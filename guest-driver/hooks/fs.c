@@ -20,6 +20,7 @@
 #include <virtio_tmem.h>
 
 #include "../compat.h"
+#include "blocks.h"
 #include "fs.h"
 
 /*
@@ -142,6 +143,18 @@ bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
 	if (READ_ONCE(inode->i_mapping->wb_err))
 		return false;
 	return fs->type->mapping_ok(inode->i_mapping);
+}
+
+/**
+ * tmem_fs_inode_secret() - check whether the host must not see an inode's pages
+ * @inode: the inode
+ *
+ * Context: any.
+ * Return: true for encrypted files, and for files whose pages are verified when they are read.
+ */
+bool tmem_fs_inode_secret(const struct inode *inode)
+{
+	return READ_ONCE(inode->i_flags) & (S_ENCRYPTED | S_VERITY);
 }
 
 /**
@@ -361,6 +374,8 @@ int tmem_fs_state(const struct tmem_mount *mount, char *buf, size_t bytes)
 		state = NULL;
 	else if (tmem_bypass_is_all(fs->pool))
 		state = "blocked: the file system had an error; unmount and check it";
+	else if (tmem_blocks_mode == TMEM_BLOCKS_ON && !tmem_area_works(mount->area))
+		state = "blocked: the driver does not see all writes of the disk";
 	else if (tmem_bypass_lost(fs->pool))
 		state = "blocked: too many files may differ from the disk";
 	rcu_read_unlock();

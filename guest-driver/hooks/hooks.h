@@ -20,6 +20,7 @@
 #include <linux/fs.h>
 #include <linux/kobject.h>
 #include <linux/percpu.h>
+#include <linux/sched.h>
 #include <linux/spinlock.h>
 
 #include "../testing.h"
@@ -207,6 +208,7 @@ bool tmem_fs_serves(const struct super_block *sb);
 void tmem_fs_sweep_soon(struct tmem_fs *fs);
 void tmem_fs_walk(struct super_block *sb, bool (*visit)(struct inode *inode, void *arg), void *arg);
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
+bool tmem_fs_inode_secret(const struct inode *inode);
 void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on);
 int tmem_fs_blocked(const struct tmem_fs *fs, char *buf, size_t bytes);
 int tmem_fs_state(const struct tmem_mount *mount, char *buf, size_t bytes);
@@ -362,6 +364,17 @@ void tmem_entry_quota(struct tmem_args *args);
 
 /* Maximum number of pages of one tmem_get(), and therefore of a folio that a get fills. */
 #define TMEM_RUN_PAGES 64
+
+/*
+ * Returns whether the reader must not sleep, as with RWF_NOWAIT or in io_uring's first attempt. The
+ * flags of its request do not reach ->readahead, but since 6.12 the page cache sets
+ * PF_MEMALLOC_NOIO for such a reader during readahead. Kernel threads that always have this flag,
+ * such as the thread of a loop device, do not count: they wait for the disk as well.
+ */
+static inline bool tmem_must_not_wait(void)
+{
+	return (current->flags & (PF_MEMALLOC_NOIO | PF_KTHREAD)) == PF_MEMALLOC_NOIO;
+}
 
 void tmem_wrap_readahead(struct readahead_control *rac);
 int tmem_wrap_read_folio(struct file *file, struct folio *folio);

@@ -54,7 +54,7 @@ static unsigned int put_recorded(const struct tmem_key *key, const struct folio 
 	for (i = 0; i < nr; i++) {
 		struct page *page = folio_page((struct folio *)folio, i);
 
-		verdict = tmem_record_compare(page);
+		verdict = tmem_record_compare(page, NULL, NULL);
 		if (tmem_blocks_mode == TMEM_BLOCKS_VETO &&
 		    (verdict == TMEM_VERDICT_OTHER || verdict == TMEM_VERDICT_NONE)) {
 			tmem_count(TMEM_STAT_puts_skipped_block);
@@ -66,6 +66,65 @@ static unsigned int put_recorded(const struct tmem_key *key, const struct folio 
 		}
 	}
 	return taken;
+}
+
+/* Arguments and result of put_block() for one page. */
+struct block_put {
+	struct tmem_fs *fs;
+	struct page *page;
+	bool workingset, taken;
+};
+
+static void put_block(u32 block, void *arg)
+{
+	struct block_put *put = arg;
+	struct tmem_key key;
+	pgoff_t index;
+
+	/* A wrong hint may name a block of another mount. */
+	if (block - put->fs->mount->area->first >= put->fs->mount->area->nr)
+		return;
+	index = tmem_block_key(&key, put->fs->pool, block - put->fs->mount->area->first);
+	put->taken = tmem_put(&key, index, put->page, put->workingset, true);
+}
+
+/*
+ * Puts the pages of a folio whose bytes equal the records of their blocks, with the blocks as keys.
+ */
+static void put_blocks(struct tmem_fs *fs, const struct inode *inode, struct folio *folio)
+{
+	unsigned long i, nr = min_t(unsigned long, folio_nr_pages(folio), TMEM_FOLIO_MAX_PAGES);
+	struct block_put put = { .fs = fs, .workingset = tmem_folio_used_again(folio) };
+	unsigned long taken = 0;
+	struct tmem_key key;
+
+	if (!READ_ONCE(tmem_hooks_on) || !tmem_online()) {
+		tmem_count_n(TMEM_STAT_puts_skipped_offline, nr);
+		return;
+	}
+	tmem_fs_key(fs, inode, &key);
+	if (tmem_fs_inode_secret(inode) || tmem_policy_never(&key)) {
+		tmem_count_n(TMEM_STAT_puts_skipped_inode, nr);
+		return;
+	}
+	if (!folio_ok(folio)) {
+		tmem_count_n(TMEM_STAT_puts_skipped_folio, nr);
+		return;
+	}
+	/* If live is set, the pool takes puts; pairs with tmem_fs_register(). */
+	if (!smp_load_acquire(&fs->live) || !fs->mount->area || tmem_bypass_is_all(fs->pool)) {
+		tmem_count_n(TMEM_STAT_puts_skipped_off, nr);
+		return;
+	}
+	tmem_count_n(TMEM_STAT_puts_skipped_large, folio_nr_pages(folio) - nr);
+	for (i = 0; i < nr; i++) {
+		put.page = folio_page(folio, i);
+		put.taken = false;
+		if (tmem_record_compare(put.page, put_block, &put) != TMEM_VERDICT_EQUAL)
+			tmem_count(TMEM_STAT_puts_skipped_block);
+		taken += put.taken;
+	}
+	this_cpu_add(fs->mount->counts->puts, taken);
 }
 
 /*
@@ -158,6 +217,12 @@ void tmem_probe_removed(void *data, struct folio *folio)
 		tmem_fs_note(inode->i_sb);
 		goto out;
 	}
+	if (tmem_blocks_mode == TMEM_BLOCKS_ON) {
+		if (!folio_ref_count(folio) && !tmem_fadvise_covers(mapping, folio->index))
+			put_blocks(fs, inode, folio);
+		tmem_record_forget(folio);
+		goto out;
+	}
 	tmem_verify_void(fs, inode->i_ino, folio->index, folio->index + nr - 1);
 	/*
 	 * Only reclaim sets the reference count to 0 before it removes a folio. Other code that
@@ -168,6 +233,8 @@ void tmem_probe_removed(void *data, struct folio *folio)
 	if (done < nr && !tmem_hook_off(TMEM_HOOK_REMOVED))
 		tmem_invalidate(fs->pool, inode->i_ino, folio->index + done,
 				folio->index + nr - 1, TMEM_INVAL_REMOVED);
+	if (tmem_blocks_mode)
+		tmem_record_forget(folio);
 	/*
 	 * Check whether this folio is the last one of its mapping: nrpages includes the folio until
 	 * the probe has returned.
@@ -201,7 +268,9 @@ void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *map
 
 	rcu_read_lock();
 	fs = tmem_fs_find(inode->i_sb);
-	if (fs) {
+	if (fs && tmem_blocks_mode == TMEM_BLOCKS_ON) {
+		tmem_record_dirty(folio);
+	} else if (fs) {
 		tmem_verify_void(fs, inode->i_ino, folio->index, last);
 		tmem_invalidate(fs->pool, inode->i_ino, folio->index, last, TMEM_INVAL_DIRTY);
 		if (tmem_blocks_mode)

@@ -53,17 +53,6 @@ struct tmem_read {
 	bool submitted;		/* the block plug may still hold reads from the disk */
 };
 
-/*
- * Returns whether the reader must not sleep, as with RWF_NOWAIT or in io_uring's first attempt. The
- * flags of its request do not reach ->readahead, but since 6.12 the page cache sets
- * PF_MEMALLOC_NOIO for such a reader during readahead. Kernel threads that always have this flag,
- * such as the thread of a loop device, do not count: they wait for the disk as well.
- */
-static bool must_not_wait(void)
-{
-	return (current->flags & (PF_MEMALLOC_NOIO | PF_KTHREAD)) == PF_MEMALLOC_NOIO;
-}
-
 static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 {
 	struct inode *inode = mapping->host;
@@ -78,7 +67,7 @@ static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 	/* If live is set, all inodes that need a mark have one; pairs with tmem_fs_register(). */
 	if (!smp_load_acquire(&rd->fs->live) || !tmem_online() || tmem_bypass_is_all(rd->fs->pool))
 		goto put;
-	if (must_not_wait()) {
+	if (tmem_must_not_wait()) {
 		tmem_count(TMEM_STAT_reads_nowait);
 		goto put;
 	}

@@ -3,11 +3,13 @@
  * Records of transfers, by block, and hints, by page. blocks.h has the rules.
  *
  * Records are in a table of sets: a block can only be in one set, and the set's lock guards it. A
- * set without space drops the record that was begun first. So the table allocates nothing after it
- * was made, and takes the same time for each block, in any context. A lost record costs a put.
+ * set without space drops the oldest record without a check, or else the oldest one. So the table
+ * allocates nothing after it was made, and takes the same time for each block, in any context. A
+ * lost record costs a put.
  *
  * A sequence number is unique in its set for 2^30 changes of the set, which is more than happen
- * during a transfer. A record keeps its number until a write of its block begins or ends.
+ * during a transfer. A record gets another number when a write of its block begins or ends, and
+ * when its page becomes dirty after a write.
  *
  * The hint of a page is the block of its last transfer. Hints are in a table by page frame number.
  * A page that was freed, used again or moved has a wrong hint or none.
@@ -21,7 +23,7 @@
 #include "../core/core.h"
 #include "blocks.h"
 
-/* With the lock and the number, a set fills two cache lines of 64 bytes. */
+/* With its other fields, a set fills two cache lines of 64 bytes. */
 #define SET_RECORDS	7
 #define SEQ_BITS	30
 
@@ -42,6 +44,7 @@ struct record {
 struct record_set {
 	spinlock_t lock;		/* guards all fields; taken with interrupts off */
 	u32 seq;			/* last sequence number that was given */
+	u32 writes;			/* writes in flight of blocks that belong into the set */
 	struct record record[SET_RECORDS];
 } ____cacheline_aligned;
 
@@ -52,6 +55,8 @@ static struct record_set *sets;
 static unsigned int set_bits;
 static u32 *hints;
 static unsigned long nr_hints;
+/* Number of writes in flight that are counted in no set, because their ranges are long. */
+static atomic_t long_writes;
 
 static struct record_set *set_of(u32 block)
 {
@@ -63,6 +68,12 @@ static u32 next_seq(struct record_set *set)
 	set->seq = (set->seq + 1) & (BIT(SEQ_BITS) - 1);
 	/* 0 is no sequence number. */
 	return set->seq ?: ++set->seq;
+}
+
+/* Returns whether a write of a block of the set may be in flight. The caller holds the lock. */
+static bool is_written(const struct record_set *set)
+{
+	return set->writes || atomic_read(&long_writes);
 }
 
 static struct record *find(struct record_set *set, u32 block)
@@ -159,11 +170,12 @@ u32 tmem_record_write(u32 block, struct page *page)
 	struct record *record;
 	unsigned long flags;
 
-	/* Either tmem_record_dirty() sees the hint, or this function sees the dirty flag. */
 	if (hint)
 		WRITE_ONCE(*hint, block);
+	/* Either tmem_record_dirty() sees the hint, or this function sees the dirty flag. */
 	smp_mb();
 	spin_lock_irqsave(&set->lock, flags);
+	set->writes++;
 	record = find_or_add(set, block);
 	if (!tmem_blocks_test_deaf())
 		erase(set, record);
@@ -221,6 +233,7 @@ void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 	bool alone;
 
 	spin_lock_irqsave(&set->lock, flags);
+	set->writes--;
 	record = find(set, block);
 	alone = record && record->seq == seq;
 	if (record && !tmem_blocks_test_deaf())
@@ -236,17 +249,43 @@ void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 	spin_unlock_irqrestore(&set->lock, flags);
 }
 
-static void erase_block(u32 block)
+static void erase_block(u32 block, int writes)
 {
 	struct record_set *set = set_of(block);
 	struct record *record;
 	unsigned long flags;
 
 	spin_lock_irqsave(&set->lock, flags);
+	set->writes += writes;
 	record = find(set, block);
 	if (record && !tmem_blocks_test_deaf())
 		erase(set, record);
 	spin_unlock_irqrestore(&set->lock, flags);
+}
+
+/**
+ * tmem_record_long_write() - count a write whose blocks tmem_record_write_range() does not count
+ * @writes: 1 when it begins, -1 when it ends
+ */
+void tmem_record_long_write(int writes)
+{
+	atomic_add(writes, &long_writes);
+	/* Count before erasing; pairs with tmem_record_get(). */
+	smp_mb__after_atomic();
+}
+
+/**
+ * tmem_record_write_range() - begin or end a write of blocks that are not recorded, and erase them
+ * @first: first block
+ * @nr: number of blocks
+ * @writes: 1 when it begins, -1 when it ends
+ */
+void tmem_record_write_range(u32 first, u32 nr, int writes)
+{
+	u32 block;
+
+	for (block = first; block < first + nr; block++)
+		erase_block(block, writes);
 }
 
 /**
@@ -265,7 +304,7 @@ void tmem_record_erase(u32 first, u32 nr)
 
 	if (nr <= BIT(set_bits)) {
 		for (block = first; block < first + nr; block++)
-			erase_block(block);
+			erase_block(block, 0);
 		return;
 	}
 	for (set = sets; set < sets + BIT(set_bits); set++) {
@@ -278,12 +317,69 @@ void tmem_record_erase(u32 first, u32 nr)
 }
 
 /**
+ * tmem_record_get() - begin a get of a block
+ * @block: the block
+ *
+ * Return: sequence number for tmem_record_got(), or 0 if a write may be in flight.
+ */
+u32 tmem_record_get(u32 block)
+{
+	struct record_set *set = set_of(block);
+	unsigned long flags;
+	u32 seq = 0;
+
+	spin_lock_irqsave(&set->lock, flags);
+	if (!is_written(set))
+		seq = find_or_add(set, block)->seq;
+	spin_unlock_irqrestore(&set->lock, flags);
+	return seq;
+}
+
+/**
+ * tmem_record_got() - record the bytes that a get has returned
+ * @block: the block
+ * @seq: from tmem_record_get()
+ * @page: the page, which nobody else can write to
+ *
+ * Return: false if a write of the block may have begun since. The bytes must not be used then.
+ */
+bool tmem_record_got(u32 block, u32 seq, struct page *page)
+{
+	struct record_set *set = set_of(block);
+	u32 *hint = hint_of(page);
+	struct record *record;
+	unsigned long flags;
+	void *bytes;
+	u64 check;
+	bool same;
+
+	bytes = kmap_local_page(page);
+	check = tmem_check64_page(&tmem_keys, bytes);
+	kunmap_local(bytes);
+	spin_lock_irqsave(&set->lock, flags);
+	record = find(set, block);
+	same = record && record->seq == seq;
+	if (same && hint) {
+		record->check = check;
+		record->state = RECORD_READ;
+		WRITE_ONCE(*hint, block);
+	}
+	spin_unlock_irqrestore(&set->lock, flags);
+	return same;
+}
+
+/**
  * tmem_record_compare() - compare an evicted page with the record of its block
  * @page: the page, which nobody can write to any more
+ * @put: called if the bytes are equal, with the block and @arg; or NULL
+ * @arg: argument of @put
+ *
+ * The record stays true while @put runs: a write of the block begins after it.
  *
  * Return: the result, which is counted, too.
  */
-enum tmem_verdict tmem_record_compare(struct page *page)
+enum tmem_verdict tmem_record_compare(struct page *page, void (*put)(u32 block, void *arg),
+				      void *arg)
 {
 	enum tmem_verdict verdict = TMEM_VERDICT_NONE;
 	u32 *hint = hint_of(page), block = hint ? xchg(hint, 0) : 0;
@@ -302,9 +398,15 @@ enum tmem_verdict tmem_record_compare(struct page *page)
 		set = set_of(block);
 		spin_lock_irqsave(&set->lock, flags);
 		record = find(set, block);
-		if (record && record->state != RECORD_NONE) {
+		/*
+		 * While a write may be in flight, the record may be older than the block. So no
+		 * block has an index entry from the begin of a write to its end.
+		 */
+		if (record && record->state != RECORD_NONE && !is_written(set)) {
 			verdict = record->check == check ? TMEM_VERDICT_EQUAL : TMEM_VERDICT_OTHER;
-			if (verdict == TMEM_VERDICT_EQUAL)
+			if (verdict == TMEM_VERDICT_EQUAL && put)
+				put(block, arg);
+			else if (verdict == TMEM_VERDICT_EQUAL)
 				record->state = RECORD_HELD;
 		}
 		spin_unlock_irqrestore(&set->lock, flags);
@@ -341,6 +443,22 @@ void tmem_record_dirty(struct folio *folio)
 }
 
 /**
+ * tmem_record_forget() - forget which blocks belong to a folio that leaves the page cache
+ * @folio: the folio
+ */
+void tmem_record_forget(struct folio *folio)
+{
+	unsigned long i, nr = folio_nr_pages(folio);
+	u32 *hint;
+
+	for (i = 0; i < nr; i++) {
+		hint = hint_of(folio_page(folio, i));
+		if (hint && READ_ONCE(*hint))
+			WRITE_ONCE(*hint, 0);
+	}
+}
+
+/**
  * tmem_record_from_host() - note that the bytes of a folio came from the host
  * @folio: the folio, locked
  */
@@ -359,7 +477,7 @@ void tmem_record_from_host(struct folio *folio)
 /**
  * tmem_records_init() - make the tables of records and hints
  *
- * There is space for a record of each page of RAM. The tables take 16 to 36 bytes for each page of
+ * There is space for a record of each page of RAM. The tables take 18 to 37 bytes for each page of
  * RAM, depending on how far the sizes are rounded up to a power of two, and 4 bytes for each page
  * frame number.
  *

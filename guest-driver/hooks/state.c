@@ -23,6 +23,7 @@ static const char *const blocks_names[] = {
 	[TMEM_BLOCKS_OFF] = "off",
 	[TMEM_BLOCKS_SHADOW] = "shadow",
 	[TMEM_BLOCKS_VETO] = "veto",
+	[TMEM_BLOCKS_ON] = "on",
 };
 
 static int set_blocks(const char *value, const struct kernel_param *param)
@@ -46,7 +47,7 @@ static const struct kernel_param_ops blocks_ops = {
 };
 
 module_param_cb(blocks, &blocks_ops, NULL, 0444);
-MODULE_PARM_DESC(blocks, "records of the transfers of disk blocks: off (default), shadow (compare and count only) or veto (refuse puts that differ from the record)");
+MODULE_PARM_DESC(blocks, "records of the transfers of disk blocks: off (default), shadow (compare and count only), veto (refuse puts that differ from the record) or on (put and get by block)");
 
 const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_REMOVED] = "removed",

@@ -34,9 +34,10 @@ core/feeder core/get core/pool core/pace
 core/sync
 core/transport
 hooks/super
-hooks/state hooks/users hooks/fs hooks/seen
+hooks/state hooks/users hooks/seen
+hooks/fs
 hooks/ftrace hooks/verify hooks/errors hooks/refuse hooks/mounts hooks/device hooks/records
-hooks/areas
+hooks/areas hooks/fill
 hooks/bio
 hooks/marks hooks/fadvise hooks/selftest
 hooks/direct hooks/read hooks/put

@@ -23,6 +23,10 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 NO_GETS = "test_hooks_off=readahead,read_folio"
 SMALL = "--files=16 --size-max=524288"
 OPERATIONS = 6_000
+SCENARIOS = [
+    "plain", "dirty", "split", "truncate", "punch", "shift", "direct", "move_ext", "bmap",
+    "evict_inode", "inode", "unmount", "swap",
+]  # fmt: skip
 
 
 def boot(
@@ -103,3 +107,41 @@ def test_bios_in_flight_delay_the_unload(
     until(lambda: blocks(guest)["blocks_read"] > before, 60, "pages are recorded again")
     torture.finish()
     assert blocks(guest)["blocks_gets_wrong"] == 0
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("fs", ["ext4", "xfs"])
+def test_gets_by_block_find_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path, fs: str
+) -> None:
+    """Random operations cause no wrong byte although no function of a file system is hooked."""
+    guest = boot(session, kernel, module, "blocks=on", fs)
+    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
+    Torture(guest, f"{arguments} {device(guest)} --fstype={fs}", 900).finish()
+    counters = stats(guest)
+    print(counters)
+    assert counters["hits"] > OPERATIONS // 10
+    assert counters["invalidations_block"] > 0
+    assert counters["invalidations_truncate"] == counters["invalidations_direct"] == 0
+    wait_state(guest, "on")
+
+
+@pytest.mark.smoke
+def test_scenarios_by_block_find_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """Each change of a file that a hook had to report gives right bytes without the hook."""
+    guest = boot(session, kernel, module, "blocks=on")
+    for scenario in SCENARIOS:
+        numbers = Torture(guest, f"--scenario={scenario} {device(guest)} --fstype=ext4").finish()
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
+
+
+def test_readers_by_block_never_see_an_older_version(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """While others write a block, buffered or directly, readers see no older version of it."""
+    guest = boot(session, kernel, module, "blocks=on")
+    arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
+    Torture(guest, f"{arguments} --readers=3 --direct-readers=1").finish()
+    assert stats(guest)["hits"] > 100
