@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Poller that uses epoll. Workers use it where io_uring is missing or forbidden. It is
-//! level-triggered: it reports a kick (eventfd signalled by the guest) again until the worker
-//! consumes the kick.
+//! edge-triggered: it reports each kick (eventfd signalled by the guest) once.
 //!
 //! System calls: epoll_create1, epoll_ctl, epoll_wait, eventfd2.
 
@@ -40,7 +39,10 @@ impl Epoll {
 impl Poller for Epoll {
     fn add(&self, fd: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let data = EventData::new_u64(token);
-        Ok(epoll::add(&self.epoll, fd, data, EventFlags::IN)?)
+        // Each signal is reported once (EPOLLET). A front end may pass an eventfd that stays
+        // readable after a read: with EFD_SEMAPHORE, a read only subtracts 1 from its counter.
+        let once = EventFlags::IN | EventFlags::ET;
+        Ok(epoll::add(&self.epoll, fd, data, once)?)
     }
 
     fn remove(&self, fd: &OwnedFd, _token: u64) -> io::Result<()> {

@@ -135,6 +135,31 @@ mod tests {
         }
     }
 
+    /// A read of an eventfd with EFD_SEMAPHORE subtracts only 1 from its counter, so the eventfd may
+    /// stay readable for ever. A worker must not spin because of such a kick.
+    #[test]
+    fn an_eventfd_that_stays_readable_is_reported_once_for_each_signal() {
+        for (kind, poller) in pollers() {
+            let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE;
+            let fd = Arc::new(eventfd(1000, flags).expect("cannot create an eventfd"));
+            poller.add(&fd, 7).expect("cannot watch the eventfd");
+            for _ in 0..3 {
+                assert_eq!(
+                    poll_for(&*poller, LONG),
+                    [7],
+                    "{kind:?} does not report the signal"
+                );
+                consume(&fd);
+                assert_eq!(
+                    poll_for(&*poller, SHORT),
+                    [0; 0],
+                    "{kind:?} reports the eventfd again without a new signal"
+                );
+                signal(&fd);
+            }
+        }
+    }
+
     #[test]
     fn a_wait_for_events_ends_after_a_wake_or_a_new_descriptor() {
         for (kind, poller) in pollers() {

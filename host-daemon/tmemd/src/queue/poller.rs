@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 /// Waits until at least one of many eventfds is signalled.
 ///
-/// The caller of `wait` must consume each reported signal. It is unspecified whether `wait` reports
-/// a signal again that the caller did not consume. One thread calls `wait`; any thread may call the
+/// `wait` reports each signal once, even if the eventfd stays readable. The caller consumes reported
+/// signals nevertheless, because a full counter would block the sender. One thread calls `wait`; any thread may call the
 /// other methods.
 pub trait Poller: Send + Sync {
     /// Watches an eventfd until `remove` is called for it. `wait` reports a signal of the eventfd
