@@ -5,6 +5,7 @@
 //! A guest may be able to reach the port, so the server bounds the size, time and number of
 //! everything that a client sends. Out of scope: request bodies and files.
 
+use crate::clients::{WaitingClient, WaitingClients};
 use crate::web_config::Tls;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -13,9 +14,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
-/// Maximum number of connections at a time: twice the number that two Prometheus servers and a few
-/// people with browsers need.
+/// Maximum number of clients that get metrics at a time: twice the number that two Prometheus
+/// servers and a few people with browsers need. Clients whose request has not arrived yet have a
+/// limit of their own, see `clients.rs`.
 const CLIENTS_MAX: usize = 8;
+/// Maximum number of threads for clients. It is above the number of clients, because the thread of a
+/// client that was disconnected ends a little later.
+const THREADS_MAX: usize = 128;
 /// Maximum number of bytes of a request. A request of Prometheus has a few hundred.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// Maximum number of header lines of a request.
@@ -212,10 +217,46 @@ pub struct Access {
     pub logged: Mutex<Option<Instant>>,
 }
 
+/// Holder of one of a limited number of places. Dropping the value frees the place.
+struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    /// Takes one of `places_max` places; returns None if all are taken.
+    fn take(taken: &Arc<AtomicUsize>, places_max: usize) -> Option<Place> {
+        if taken.fetch_add(1, SeqCst) >= places_max {
+            taken.fetch_sub(1, SeqCst);
+            return None;
+        }
+        Some(Place(taken.clone()))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
+}
+
+/// Takes a place among the clients that get metrics, if the page has metrics. If no place is free,
+/// replaces the page by a refusal.
+fn take_place(page: &mut Page, served: &Arc<AtomicUsize>) -> Option<Place> {
+    if !matches!(page, Page::Metrics(_)) {
+        return None;
+    }
+    let place = Place::take(served, CLIENTS_MAX);
+    if place.is_none() {
+        let line = "the maximum number of clients is being served\n";
+        *page = Page::Refusal("503 Service Unavailable", line);
+    }
+    place
+}
+
 /// Reads the request of one connection and answers it. An I/O error means that the client has
 /// disconnected, or reads the answer too slowly.
 fn answer(
     stream: TcpStream,
+    waiting: WaitingClient,
+    served: &Arc<AtomicUsize>,
     access: &Access,
     metrics: &dyn Fn(Format) -> String,
 ) -> std::io::Result<()> {
@@ -225,9 +266,11 @@ fn answer(
     };
     let token = access.token.as_deref();
     let Some(tls) = &access.tls else {
-        let Some(page) = read_request(&mut client, token) else {
+        let Some(mut page) = read_request(&mut client, token) else {
             return Ok(());
         };
+        drop(waiting);
+        let _place = take_place(&mut page, served);
         let (head, body) = response(page, metrics);
         client.deadline = Instant::now() + WRITE_MAX;
         client.write_all(head.as_bytes())?;
@@ -248,9 +291,11 @@ fn answer(
         }
     };
     let mut stream = rustls::StreamOwned::new(connection, client);
-    let Some(page) = read_request(&mut stream, token) else {
+    let Some(mut page) = read_request(&mut stream, token) else {
         return Ok(());
     };
+    drop(waiting);
+    let _place = take_place(&mut page, served);
     let (head, body) = response(page, metrics);
     stream.sock.deadline = Instant::now() + WRITE_MAX;
     stream.write_all(head.as_bytes())?;
@@ -266,37 +311,39 @@ pub fn serve(
     metrics: impl Fn(Format) -> String + Send + Sync + 'static,
 ) -> ! {
     let shared = Arc::new((access, metrics));
-    let clients = Arc::new(AtomicUsize::new(0));
+    let waiting = WaitingClients::default();
+    let (threads, served): (Arc<AtomicUsize>, Arc<AtomicUsize>) = Default::default();
     loop {
-        let stream = match listener.accept() {
-            Ok((stream, _)) => stream,
+        let accepted = listener.accept();
+        let accepted = accepted.and_then(|(stream, from)| Ok((stream.try_clone()?, stream, from)));
+        let (stream, handle, from) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!("cannot accept a connection: {error}");
                 std::thread::sleep(PAUSE);
                 continue;
             }
         };
-        if clients.fetch_add(1, SeqCst) >= CLIENTS_MAX {
-            // Too many clients are connected. The new connection is closed without an answer, so
-            // that the server can serve the earlier ones.
-            clients.fetch_sub(1, SeqCst);
+        let Some(thread) = Place::take(&threads, THREADS_MAX) else {
+            // The threads of many disconnected clients have not ended yet. The new connection is
+            // closed without an answer.
             continue;
-        }
-        let (shared, clients_of_thread) = (shared.clone(), clients.clone());
+        };
+        let waiting = waiting.add(from.ip(), handle);
+        let (shared, served) = (shared.clone(), served.clone());
         let spawned = std::thread::Builder::new()
             .name("scrape".into())
             .spawn(move || {
+                let _thread = thread;
                 let (access, metrics) = &*shared;
-                let answer = || answer(stream, access, metrics);
+                let answer = || answer(stream, waiting, &served, access, metrics);
                 if std::panic::catch_unwind(std::panic::AssertUnwindSafe(answer)).is_err() {
                     tracing::error!(
                         "the thread for a scrape panicked, which is a bug of tmem-exporter"
                     );
                 }
-                clients_of_thread.fetch_sub(1, SeqCst);
             });
         if let Err(error) = spawned {
-            clients.fetch_sub(1, SeqCst);
             tracing::warn!("cannot start a thread for a client: {error}");
             std::thread::sleep(PAUSE);
         }

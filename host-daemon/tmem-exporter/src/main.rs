@@ -6,6 +6,7 @@
 //! run it.
 
 mod classic;
+mod clients;
 mod daemon;
 mod http;
 mod metrics;

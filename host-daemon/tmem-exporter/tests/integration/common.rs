@@ -164,12 +164,6 @@ impl Exporter {
         );
         body
     }
-
-    /// Returns the metrics of the exporter, or None if the exporter has no free connection now.
-    pub fn try_metrics(&self) -> Option<String> {
-        let (head, body) = self.get("/metrics", "");
-        head.starts_with("HTTP/1.1 200 ").then_some(body)
-    }
 }
 
 impl Drop for Exporter {
