@@ -476,3 +476,34 @@ fn calls_of_read_only_clients_are_rate_limited() {
         "the daemon did not answer with the error NoSuchVm: {error}"
     );
 }
+
+/// Read-only clients receive statistics that are up to 100 ms old, so that they cannot take the
+/// locks of all VMs in a loop. Clients of the control socket receive current statistics.
+#[test]
+fn read_only_clients_receive_shared_statistics() {
+    let daemon = daemon();
+    let (mut full, mut read_only) = (
+        client(&daemon.path("control")),
+        client(&daemon.path("read-only")),
+    );
+    let mut older = [0, 0];
+    for weight in 1..=20 {
+        let quota = tmem_control::Quota {
+            weight,
+            ..tmem_control::quota(None, None, None)
+        };
+        full.set_quota("a".into(), quota).call().unwrap();
+        assert_eq!(stats(&mut full, "a").weight, weight);
+        let list = read_only.list_vms().call().unwrap().vms;
+        let listed = list.iter().find(|vm| vm.name == "a").unwrap();
+        older[0] += usize::from(listed.quota.weight != weight);
+        older[1] += usize::from(stats(&mut read_only, "a").weight != weight);
+    }
+    assert!(
+        older.iter().all(|older| *older > 0),
+        "the read-only socket always returned current statistics"
+    );
+    until("the read-only socket returns the last weight", || {
+        stats(&mut read_only, "a").weight == 20
+    });
+}
