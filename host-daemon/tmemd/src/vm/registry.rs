@@ -250,7 +250,8 @@ impl Registry {
 
     /// Restores the VMs of the VM store, in the order of their sockets. A reserve that no longer
     /// fits into the pool is reduced to the unreserved part of the pool. A VM that cannot be
-    /// restored is logged and left out, and its stored file stays.
+    /// restored is logged and left out. The stored files stay as they are, so a file system that is
+    /// full does not prevent the restoration.
     pub fn restore(&self) {
         let store = self.store.read().unwrap_or_else(|error| {
             tracing::error!("the stored VMs cannot be restored: {error}");
@@ -269,7 +270,10 @@ impl Registry {
                     let what = "the VM is also configured with --vm or [[vm]]";
                     return Err(Refused::Vm(what.into()));
                 }
-                self.insert(&mut members, request, true)
+                let member = self.create_member(&mut members, request, true)?;
+                let reduced_reserve = member.reduced_reserve.clone();
+                self.push(&mut members, member);
+                Ok(reduced_reserve)
             });
             match added {
                 Ok(None) => tracing::info!(vm = name, "VM restored from {}", path.display()),
@@ -355,25 +359,37 @@ impl Registry {
         })
     }
 
-    /// Inserts a new VM, or the target VM of a migration within this host. If its reserve does not
-    /// fit into the pool, the call fails or, with `any_reserve`, reduces the reserve to the
-    /// unreserved part of the pool. Returns the reason if the reserve was reduced.
+    /// Inserts a new VM, or the target VM of a migration within this host, and stores it.
+    /// `any_reserve` is that of [`create_member`](Self::create_member).
     fn insert(
         &self,
         members: &mut Members,
         request: ParsedSpec,
         any_reserve: bool,
-    ) -> Result<Option<String>, Refused> {
+    ) -> Result<(), Refused> {
+        let spec = request.spec.clone();
+        let member = self.create_member(members, request, any_reserve)?;
+        self.store.write(&spec).map_err(|e| {
+            Refused::Vm(format!(
+                "the VM cannot be stored for the next start of the daemon: {e}"
+            ))
+        })?;
+        self.push(members, member);
+        Ok(())
+    }
+
+    /// Adds a VM, whose socket is bound, to the list.
+    fn push(&self, members: &mut Members, member: Member) {
+        members.list.push(member);
+        signal(&self.changed);
+    }
+
+    /// Checks that another VM can be served, and that no VM has its name or its socket.
+    fn check_new(members: &Members, config: &VmConfig) -> Result<(), Refused> {
         if members.list.len() >= VMS_MAX {
             return Err(Refused::Vm(format!(
                 "there are {VMS_MAX} VMs already, and no more are served"
             )));
-        }
-        let mut config = request.config;
-        let is_source =
-            |m: &Member| *m.vm.name() == *config.name && m.vm.config.uuid == config.uuid;
-        if members.list.iter().any(is_source) {
-            config.name = incoming_name(&config.name);
         }
         for other in &members.list {
             let name = other.vm.name();
@@ -390,6 +406,26 @@ impl Registry {
                 )));
             }
         }
+        Ok(())
+    }
+
+    /// Creates the entry of a new VM, or of the target VM of a migration within this host, and binds
+    /// its socket. The caller adds the entry to the list. If the VM's reserve does not fit into the
+    /// pool, the call fails or, with `any_reserve`, reduces the reserve to the unreserved part of
+    /// the pool.
+    fn create_member(
+        &self,
+        members: &mut Members,
+        request: ParsedSpec,
+        any_reserve: bool,
+    ) -> Result<Member, Refused> {
+        let mut config = request.config;
+        let is_source =
+            |m: &Member| *m.vm.name() == *config.name && m.vm.config.uuid == config.uuid;
+        if members.list.iter().any(is_source) {
+            config.name = incoming_name(&config.name);
+        }
+        Registry::check_new(members, &config)?;
         let mut reduced_reserve = None;
         let vm = match self.create_vm(members, &config) {
             Err(error) if any_reserve => {
@@ -404,20 +440,12 @@ impl Registry {
         vm.set_problem(reduced_reserve.clone());
         let listener = Listener::bind(&config.socket, request.access)
             .map_err(|e| Refused::Vm(e.to_string()))?;
-        let written = self.store.write(&request.spec);
-        written.map_err(|e| {
-            Refused::Vm(format!(
-                "the VM cannot be stored for the next start of the daemon: {e}"
-            ))
-        })?;
-        members.list.push(Member {
+        Ok(Member {
             vm,
             listener: Some(Arc::new(listener)),
             added: Some(request.spec),
-            reduced_reserve: reduced_reserve.clone(),
-        });
-        signal(&self.changed);
-        Ok(reduced_reserve)
+            reduced_reserve,
+        })
     }
 
     /// Grants requests of VMs that could not be granted before: a name that another VM had, or a
@@ -534,8 +562,14 @@ impl Registry {
         let (old_socket, socket) = (old.config.socket.clone(), config.socket.clone());
         self.remove_at(members, at);
         if let Err(why) = self.insert(members, request, any_reserve) {
-            if let Err(error) = self.insert(members, old, true) {
-                tracing::error!(vm = %vm.name(), reason = %error, "the VM is no longer served: {error}");
+            // The stored file of the previous VM is still there.
+            match self.create_member(members, old, true) {
+                Ok(member) => self.push(members, member),
+                Err(error) => tracing::error!(
+                    vm = %vm.name(),
+                    reason = %error,
+                    "the VM is no longer served: {error}"
+                ),
             }
             return Err(why);
         }
@@ -766,19 +800,20 @@ mod tests {
     use super::*;
     use tmem_pool::EngineConfig;
 
-    #[test]
-    fn the_reserve_of_a_removed_vm_is_available_at_once() {
-        const POOL_BYTES: i64 = 16 << 20;
+    const POOL_BYTES: i64 = 16 << 20;
+
+    fn registry(directory: &Path) -> Registry {
         let engine = Engine::new(EngineConfig::new(POOL_BYTES as u64, 1))
             .expect("cannot reserve the pool's address space");
-        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let events = Arc::default();
-        let registry = Registry::new(engine, None, events, directory.path())
-            .expect("cannot create the registry");
-        let spec = |nth: u32| VmSpec {
+        Registry::new(engine, None, events, directory).expect("cannot create the registry")
+    }
+
+    fn spec(directory: &Path, nth: u32) -> VmSpec {
+        VmSpec {
             name: format!("vm-{nth}"),
             uuid: format!("00000000-0000-0000-0000-{nth:012}"),
-            socket: directory.path().join(nth.to_string()).display().to_string(),
+            socket: directory.join(nth.to_string()).display().to_string(),
             quota: tmem_control::Quota {
                 reserve_bytes: POOL_BYTES,
                 limit_bytes: None,
@@ -789,7 +824,37 @@ mod tests {
             group: None,
             mode: None,
             memory_max_bytes: None,
-        };
+        }
+    }
+
+    /// A file system that is full while the daemon restarts must not cost VMs their cache.
+    #[test]
+    fn stored_vms_are_restored_although_the_store_cannot_be_written() {
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let spec = |nth| spec(directory.path(), nth);
+        let first = registry(directory.path());
+        assert_eq!(first.add(spec(1)), Ok(true));
+        drop(first);
+        // A directory has the name of the file that a write of the stored VM creates first.
+        // Therefore each write fails, as on a file system that is full.
+        let blocked = directory.path().join("vms/1.new");
+        std::fs::create_dir(blocked).expect("cannot create the directory");
+        let second = registry(directory.path());
+        second.restore();
+        let vms = second.vms();
+        assert_eq!(vms.len(), 1, "the stored VM is not served");
+        assert_eq!(*vms[0].name(), *"vm-1");
+        assert!(
+            second.store.write(&spec(1)).is_err(),
+            "the test does not make writes fail"
+        );
+    }
+
+    #[test]
+    fn the_reserve_of_a_removed_vm_is_available_at_once() {
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let registry = registry(directory.path());
+        let spec = |nth| spec(directory.path(), nth);
         assert_eq!(registry.add(spec(1)), Ok(true));
         // This test keeps a reference to the VM after its removal, as the thread of a connection
         // may do.
