@@ -63,16 +63,28 @@ impl Kind {
     }
 }
 
+/// Returns the number that an account's name consists of, also after a `+`; None if the name is no
+/// number, or a number that no account has.
+pub fn number(name: &str) -> Option<u32> {
+    let digits = name.strip_prefix('+').unwrap_or(name);
+    let is_number = digits.bytes().all(|byte| byte.is_ascii_digit());
+    digits.parse().ok().filter(|_| is_number).and_then(valid)
+}
+
+/// Returns None for u32::MAX, which is no valid id: for chown(2) and similar calls, it means "leave
+/// unchanged".
+fn valid(number: u32) -> Option<u32> {
+    Some(number).filter(|number| *number != u32::MAX)
+}
+
 fn resolve(
     name: &str,
     time_max: Duration,
     look_up: impl FnOnce(&str) -> nix::Result<Option<u32>> + Send + 'static,
 ) -> io::Result<Option<u32>> {
-    // u32::MAX is no valid id: for chown(2) and similar calls, it means "leave unchanged".
-    let valid = |number: u32| Some(number).filter(|number| *number != u32::MAX);
     let digits = name.strip_prefix('+').unwrap_or(name);
     if digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Ok(digits.parse().ok().and_then(valid));
+        return Ok(number(name));
     }
     let (sender, receiver) = mpsc::channel();
     let name = name.to_string();

@@ -156,7 +156,6 @@ fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
         "workers",
         "background_threads",
         "trust domain of VM a",
-        "new VM b",
     ] {
         assert!(
             said.contains(part),
@@ -170,8 +169,8 @@ fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
     );
     assert_eq!(
         stats().vms.len(),
-        1,
-        "the VM was removed before the next start"
+        2,
+        "a VM was removed before the next start"
     );
 
     // A reload of an invalid configuration file changes nothing.
@@ -397,6 +396,121 @@ fn a_reload_is_applied_completely_or_not_at_all() {
         ),
         (256, 200, 50),
     );
+}
+
+/// A reload adds the VMs that are new in the file, with their quotas and the owners of their
+/// sockets. A VM that cannot be added is named with the reason, and does not prevent the rest.
+#[test]
+fn a_reload_adds_new_vms() {
+    let pool = |rest: String| format!("pool_size = \"64MiB\"\n{rest}");
+    let running = Running::start(|at| pool(vm(at, "a", "")));
+    let at = running.path();
+    let names = || -> Vec<String> {
+        let vms = running.client().list_vms().call();
+        let vms = vms.expect("the daemon answered a valid varlink call with an error");
+        vms.vms.into_iter().map(|vm| vm.name).collect()
+    };
+    let reserve = |name: &str| {
+        let vms = running.client().list_vms().call();
+        let vms = vms.expect("the daemon answered a valid varlink call with an error");
+        let vm = vms.vms.iter().find(|vm| vm.name == name);
+        vm.expect("the daemon does not list the VM")
+            .quota
+            .reserve_bytes
+    };
+    let user = rustix::process::geteuid().as_raw();
+    let b = vm(
+        at,
+        "b",
+        &format!("owner = \"{user}\"\nreserve = \"24MiB\"\n"),
+    );
+    let said = running.reload(&pool(vm(at, "a", "") + &b));
+    assert!(
+        said.contains("was reloaded") && !said.contains("next start"),
+        "the log does not report a complete reload: {said}"
+    );
+    assert_eq!(
+        (names(), reserve("b")),
+        (vec!["a".into(), "b".into()], 24 << 20)
+    );
+    let config = tmem_model::DriverConfig::default();
+    let mut guest = tmem_model::Driver::new(crate::common::guest("b"), config)
+        .expect("cannot create the simulated guest");
+    guest
+        .connect(&at.join("b.sock"))
+        .expect("cannot connect to the socket of the new VM");
+    crate::common::work(&mut guest, 300);
+
+    // The file's reserves fit into the pool, but VM a has got a larger one. Nothing changes, and the
+    // new VM has no socket.
+    let quota = tmem_control::quota(Some(24 << 20), None, None);
+    let set = running.client().set_quota("a".into(), quota).call();
+    set.expect("a reserve that fits into the pool was refused");
+    let c = vm(at, "c", "reserve = \"24MiB\"\n");
+    let said = running.reload(&pool(vm(at, "a", "weight = 9\n") + &b + &c));
+    assert!(
+        said.contains("was reloaded") && reserve("c") == 24 << 20,
+        "a reload that lowers a reserve and adds another one was refused: {said}"
+    );
+    let set = |mib: u64| {
+        let quota = tmem_control::quota(Some(mib << 20), None, None);
+        running.client().set_quota("a".into(), quota).call()
+    };
+    set(12).expect("a reserve that fits into the pool was refused");
+    let d = vm(at, "d", "reserve = \"8MiB\"\n");
+    let of_a = vm(at, "a", "weight = 9\n");
+    let said = running.reload(&pool(format!("{of_a}{b}{c}{d}")));
+    assert!(
+        said.contains("configuration is unchanged") && said.contains("8388608"),
+        "the log does not report an unchanged configuration and the reserve: {said}"
+    );
+    assert_eq!(names(), ["a", "b", "c"]);
+    assert!(
+        !at.join("d.sock").exists(),
+        "the socket of the refused VM remains"
+    );
+    set(0).expect("a reserve of 0 was refused");
+
+    // These VMs cannot be added now: the first two for their own reasons, the third for another VM.
+    let spec = tmem_control::VmSpec {
+        name: "added".into(),
+        uuid: "01234567-89ab-cdef-0123-456789abcdef".into(),
+        socket: at.join("added.sock").display().to_string(),
+        owner: None,
+        group: None,
+        mode: None,
+        memory_max_bytes: None,
+        trust_domain: None,
+        quota: tmem_control::quota(None, None, None),
+    };
+    let added = running.client().add_vm(spec).call();
+    added.expect("the daemon did not add the VM");
+    let socket = at.join("none/e.sock");
+    let e = format!("[[vm]]\nname = \"e\"\nsocket = \"{}\"\n", socket.display());
+    let f = vm(at, "f", "owner = \"no-such-user\"\n");
+    let g = vm(at, "g", "uuid = \"01234567-89ab-cdef-0123-456789abcdef\"\n");
+    let said = running.reload(&pool(format!("{of_a}{b}{c}{d}{e}{f}{g}")));
+    for part in [
+        "apply at the next start",
+        "new VM e (socket",
+        "new VM f (the user no-such-user",
+        "new VM g (the VM added has the same UUID)",
+    ] {
+        assert!(
+            said.contains(part),
+            "the log does not contain {part:?}: {said}"
+        );
+    }
+    assert_eq!(names(), ["a", "added", "b", "c", "d"]);
+    // The next reload adds a VM whose obstacle is gone.
+    fs::create_dir(at.join("none")).expect("cannot create the directory");
+    let said = running.reload(&pool(format!("{of_a}{b}{c}{d}{e}")));
+    assert!(
+        !said.contains("next start"),
+        "the log names changes that wait: {said}"
+    );
+    assert_eq!(names(), ["a", "added", "b", "c", "d", "e"]);
+    crate::common::work(&mut guest, 300);
 }
 
 /// A reload compares the names of users and groups, because the sandboxed daemon cannot look up

@@ -6,7 +6,7 @@
 //! ids. Out of scope: the users of processes that connect to a socket, see `socket/credentials.rs`.
 
 use std::str::FromStr;
-use tmem_control::accounts::Kind;
+use tmem_control::accounts::{self, Kind};
 
 /// User or group in the configuration. Two accounts are equal if their names are equal; their ids
 /// are not compared.
@@ -53,6 +53,14 @@ impl Account {
     /// up.
     pub fn number(&self) -> Option<u32> {
         self.number
+    }
+
+    /// Finds the number of the account without a look-up: the name is a number, or one of the
+    /// `known` accounts has the name. Returns false if the number is still unknown.
+    pub fn find_in<'a>(&mut self, mut known: impl Iterator<Item = &'a Account>) -> bool {
+        self.number =
+            accounts::number(&self.name).or_else(|| known.find(|other| *other == self)?.number);
+        self.number.is_some()
     }
 
     /// Looks up the number of the user or group, unless it is already known.

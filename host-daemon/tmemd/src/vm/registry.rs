@@ -195,7 +195,7 @@ impl Registry {
     /// The VM's reserve does not fit into the pool.
     pub fn add_configured(&self, config: &VmConfig) -> Result<(), AdmissionError> {
         let mut members = self.lock();
-        let vm = self.create_vm(&mut members, config)?;
+        let vm = self.create_vm(&mut members, config, config.quota)?;
         members.list.push(Member {
             vm,
             listener: None,
@@ -205,13 +205,14 @@ impl Registry {
         Ok(())
     }
 
-    /// Creates a VM and its tenant. The caller adds the VM to the list.
+    /// Creates a VM and its tenant, which gets the given quota. The caller adds the VM to the list.
     fn create_vm(
         &self,
         members: &mut Members,
         config: &VmConfig,
+        quota: Quota,
     ) -> Result<Arc<Vm>, AdmissionError> {
-        let mut spec = TenantSpec::new(&config.name, config.quota);
+        let mut spec = TenantSpec::new(&config.name, quota);
         spec.trust_domain = config.trust_domain.clone();
         let tenant = self.engine.add_tenant(spec)?;
         let tap = self
@@ -237,11 +238,7 @@ impl Registry {
     pub fn listen(&self) -> io::Result<()> {
         for member in &mut self.lock().list {
             let vm = &member.vm;
-            let access = Access {
-                owner: vm.config.owner.as_ref().and_then(Account::number),
-                ..Access::default()
-            };
-            let listener = Listener::bind(&vm.config.socket, access)
+            let listener = bind_configured(&vm.config)
                 .map_err(|e| io::Error::other(format!("VM {}: {e}", vm.name())))?;
             member.listener = Some(Arc::new(listener));
         }
@@ -427,12 +424,12 @@ impl Registry {
         }
         Registry::check_new(members, &config)?;
         let mut reduced_reserve = None;
-        let vm = match self.create_vm(members, &config) {
+        let vm = match self.create_vm(members, &config, config.quota) {
             Err(error) if any_reserve => {
                 config.quota.reserve_bytes = error.available_bytes;
                 let why = reserve_refused(&error);
                 reduced_reserve = Some(format!("{why}; the VM gets what is left"));
-                self.create_vm(members, &config)
+                self.create_vm(members, &config, config.quota)
             }
             created => created,
         };
@@ -445,6 +442,34 @@ impl Registry {
             listener: Some(Arc::new(listener)),
             added: Some(request.spec),
             reduced_reserve,
+        })
+    }
+
+    /// Creates the entry of a new VM of the configuration, without its reserve, and binds its
+    /// socket. The caller sets the reserve and adds the entry to the list.
+    fn create_configured(
+        &self,
+        members: &mut Members,
+        config: &VmConfig,
+    ) -> Result<Member, Refused> {
+        let has_uuid = |m: &&Member| config.uuid.is_some() && m.vm.config.uuid == config.uuid;
+        if let Some(other) = members.list.iter().find(has_uuid) {
+            let name = other.vm.name();
+            return Err(Refused::Vm(format!("the VM {name} has the same UUID")));
+        }
+        Registry::check_new(members, config)?;
+        let quota = Quota {
+            reserve_bytes: 0,
+            ..config.quota
+        };
+        let vm = self.create_vm(members, config, quota);
+        let vm = vm.map_err(|e| reserve_refused(&e))?;
+        let listener = bind_configured(config).map_err(|e| Refused::Vm(e.to_string()))?;
+        Ok(Member {
+            vm,
+            listener: Some(Arc::new(listener)),
+            added: None,
+            reduced_reserve: None,
         })
     }
 
@@ -676,7 +701,8 @@ impl Registry {
     }
 
     /// Sets the configured size of the pool, if one is given, together with the quotas of the named
-    /// VMs, in one step.
+    /// VMs, and adds new VMs of the configuration, in one step. Returns those new VMs that cannot
+    /// be added now, by name, each with the reason.
     ///
     /// # Errors
     /// A reserve does not fit into the pool. In this case, nothing changes.
@@ -685,25 +711,43 @@ impl Registry {
         size: &PoolSize,
         full_bytes: Option<u64>,
         quotas: &[(&str, Quota)],
-    ) -> Result<(), AdmissionError> {
+        new_vms: &[VmConfig],
+    ) -> Result<Vec<(String, Refused)>, AdmissionError> {
         let mut members = self.lock();
+        let (mut created, mut refused) = (Vec::new(), Vec::new());
+        for config in new_vms {
+            match self.create_configured(&mut members, config) {
+                Ok(member) => created.push((member, config.quota)),
+                Err(reason) => refused.push((config.name.clone(), reason)),
+            }
+        }
         let new_quota = |m: &Member| {
             let name = m.vm.name();
             quotas.iter().find(|(vm, _)| *vm == &*name).map(|q| q.1)
         };
-        let tenant_quotas: Vec<_> = members
-            .list
-            .iter()
-            .filter_map(|m| Some((&m.vm.tenant, new_quota(m)?)))
-            .collect();
+        let present = members.list.iter();
+        let present = present.filter_map(|m| Some((&m.vm.tenant, new_quota(m)?)));
+        let new = created.iter().map(|(m, quota)| (&m.vm.tenant, *quota));
+        let tenant_quotas: Vec<_> = present.chain(new).collect();
+        // If a reserve does not fit, the new VMs are dropped, and with them their sockets.
         size.configure(full_bytes, &tenant_quotas)?;
         for member in &mut members.list {
             if let Some(quota) = new_quota(member) {
                 self.finish_quota_change(member, &quota::to_api(&quota));
             }
         }
+        for (member, _) in created {
+            let (name, socket) = (
+                member.vm.name(),
+                member.vm.config.socket.display().to_string(),
+            );
+            tracing::info!(vm = %name, socket, "VM added");
+            let text = format_args!("at {socket}");
+            self.events.emit(EventKind::Added, Some(&*name), text);
+            self.push(&mut members, member);
+        }
         self.grant_pending(&mut members.list);
-        Ok(())
+        Ok(refused)
     }
 
     /// Sets the problem that a VM's manager reports, and sends an event; None means that the
@@ -784,6 +828,18 @@ impl Registry {
         signal(&self.changed);
         vm
     }
+}
+
+/// Binds the socket of a VM of the configuration.
+///
+/// # Errors
+/// The socket cannot be bound; the text says what to do.
+fn bind_configured(config: &VmConfig) -> io::Result<Listener> {
+    let access = Access {
+        owner: config.owner.as_ref().and_then(Account::number),
+        ..Access::default()
+    };
+    Listener::bind(&config.socket, access)
 }
 
 /// Describes a VM by its UUID, or as a VM of the configuration, for messages that also contain its
