@@ -353,6 +353,16 @@ macro_rules! statistics {
                 /// address space in which the daemon has mapped the VM's memory, including memory
                 /// that waits to be unmapped
                 memory_mapped_bytes("int", Gauge, "bytes", Exact "tmem_vm_memory_mapped_bytes");
+                /// size of the VM's memory as its VMM shares it with the daemon; 0 if the VM is not
+                /// connected
+                memory_bytes("int", Gauge, "bytes", Exact "tmem_vm_memory_bytes");
+                /// part of `memory_bytes` that the host has allocated, in RAM or swap. The rest was
+                /// never used, or the guest has returned it. None if the VM is not connected, or if
+                /// its memory consists of more than 4 files
+                memory_resident_bytes(
+                    "?int", Gauge, "bytes",
+                    Exact "tmem_vm_memory_resident_bytes"
+                );
                 /// maximum size of the VM's memory: `memory_max`, or what libvirt's hook says. The
                 /// daemon refuses a VM with more memory
                 memory_max_bytes("int", Gauge, "bytes", Exact "tmem_vm_memory_max_bytes");
@@ -463,6 +473,20 @@ macro_rules! statistics {
                 /// interrupts that the kernel refused to deliver to a guest or its VMM. The log
                 /// names them, and the guest continues at its deadline. Must be 0
                 interrupts_lost("int", Counter, "interrupts", Exact "tmem_daemon_interrupts_lost");
+                /// sum of `memory_bytes` of the VMs that have a `memory_resident_bytes`
+                memory_bytes("int", Gauge, "bytes", Exact "tmem_daemon_memory_bytes");
+                /// sum of `memory_resident_bytes` of all VMs
+                memory_resident_bytes(
+                    "int", Gauge, "bytes",
+                    Exact "tmem_daemon_memory_resident_bytes"
+                );
+                /// `memory_bytes` minus `memory_resident_bytes` and the `held_bytes` of the pool:
+                /// host RAM that the VMs leave free, after what the pool uses. Below 0 if the pool
+                /// uses more than the VMs have returned
+                memory_saved_bytes(
+                    "int", Gauge, "bytes",
+                    Exact "tmem_daemon_memory_saved_bytes"
+                );
                 /// address space in which the daemon has mapped the memory of all VMs
                 memory_mapped_bytes("int", Gauge, "bytes", Exact "tmem_daemon_memory_mapped_bytes");
                 /// limit of `memory_mapped_bytes`. The daemon refuses VMs whose memory does not

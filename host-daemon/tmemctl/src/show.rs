@@ -15,6 +15,10 @@ fn or_dash(value: Option<&str>) -> String {
     value.unwrap_or("-").into()
 }
 
+fn size_or_dash(bytes: Option<i64>, sizes: Sizes) -> String {
+    bytes.map_or("-".into(), |bytes| sizes.text(bytes))
+}
+
 /// Formats a percentage without a blank before the percent sign, so that programs can split a row
 /// of a table into words.
 pub fn percent_word(part: i64, whole: i64) -> String {
@@ -22,7 +26,7 @@ pub fn percent_word(part: i64, whole: i64) -> String {
 }
 
 /// Columns of the table that `tmemctl list` prints.
-const LIST: [Column<api::Vm>; 10] = [
+const LIST: [Column<api::Vm>; 14] = [
     column("NAME", Align::Left, |vm, _| vm.name.clone()),
     column("CONNECTED", Align::Left, |vm, _| yes_no(vm.connected)),
     column("FROZEN", Align::Left, |vm, _| yes_no(vm.frozen)),
@@ -37,6 +41,18 @@ const LIST: [Column<api::Vm>; 10] = [
         limit.map_or("-".into(), |limit| sizes.text(limit))
     }),
     column("WEIGHT", Align::Right, |vm, _| vm.quota.weight.to_string()),
+    column("MEMORY", Align::Right, |vm, sizes| {
+        size_or_dash(vm.memory_bytes, sizes)
+    }),
+    column("RESIDENT", Align::Right, |vm, sizes| {
+        size_or_dash(vm.memory_resident_bytes, sizes)
+    }),
+    column("PAGES", Align::Right, |vm, _| {
+        vm.pages.map_or("-".into(), |pages| pages.to_string())
+    }),
+    column("CHARGED", Align::Right, |vm, sizes| {
+        size_or_dash(vm.charged_bytes, sizes)
+    }),
     column("UUID", Align::Left, |vm, _| or_dash(vm.uuid.as_deref())),
     column("SOCKET", Align::Left, |vm, _| vm.socket.clone()),
     // The problem of a VM is a sentence, so the table has no column for it by default. `list`
@@ -101,8 +117,8 @@ pub fn stats_table(vms: &[api::VmStats], arguments: &TableArguments) -> Result<S
     choose(&STATS, vms, arguments)
 }
 
-/// Formats the statistics: two lines for the daemon, three lines for the pool, and a row for each
-/// VM.
+/// Formats the statistics: two lines for the daemon, three lines for the pool, one for the memory
+/// of the VMs, and a row for each VM.
 pub fn overview_text(
     reply: &api::GetStats_Reply,
     vms: &[api::VmStats],
@@ -123,7 +139,8 @@ pub fn overview_text(
          \x20       {} of processor time for requests, {} in the background: {} new pages, {} cold pages, {} reclaim\n\
          pool    {} of {} held ({}): {} of pages, {} of metadata{}\n\
          \x20       {} pages of {}, {} per byte held; {} same-filled, {} shared, {} evicted\n\
-         \x20       {} of host RAM saved\n\n{}",
+         \x20       {} of host RAM saved\n\
+         memory  {} of the VMs' {} resident, {} saved after the pool's {}\n\n{}",
         daemon.version,
         daemon.pid,
         daemon.uptime_seconds,
@@ -148,6 +165,10 @@ pub fn overview_text(
         pool.shared_pages,
         pool.evictions,
         size(pool.saved_bytes),
+        size(daemon.memory_resident_bytes),
+        size(daemon.memory_bytes),
+        size(daemon.memory_saved_bytes),
+        size(pool.held_bytes),
         stats_table(vms, arguments)?
     ))
 }

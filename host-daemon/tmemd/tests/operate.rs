@@ -3,7 +3,9 @@
 //! statistics.
 
 use crate::common::{Daemon, until, work};
+use rustix::fs::{FallocateFlags, fallocate};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -505,5 +507,60 @@ fn read_only_clients_receive_shared_statistics() {
     );
     until("the read-only socket returns the last weight", || {
         stats(&mut read_only, "a").weight == 20
+    });
+}
+
+/// The memory of a VM that the host has allocated is reported. It shrinks when the VMM punches holes
+/// for memory that the guest has returned.
+#[test]
+fn configured_and_resident_memory_of_vms_is_reported() {
+    let mut daemon = daemon();
+    let mut client = client(&daemon.path("control"));
+    let vm = stats(&mut client, "a");
+    assert_eq!((vm.memory_bytes, vm.memory_resident_bytes), (0, None));
+    let mut driver = daemon.driver("a", 1);
+    work(&mut driver, 200);
+    let files = driver.guest.ram().shared_regions().unwrap();
+    let blocks = || -> i64 {
+        let blocks = files
+            .iter()
+            .map(|(_, _, file)| file.metadata().unwrap().blocks());
+        blocks.sum::<u64>() as i64 * 512
+    };
+    let size = files
+        .iter()
+        .map(|(region, ..)| region.size_bytes as i64)
+        .sum();
+    let (region, _, file) = &files[1];
+    for returns in [false, true] {
+        if returns {
+            let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(file, hole, 0, region.size_bytes).unwrap();
+        } else {
+            fallocate(file, FallocateFlags::KEEP_SIZE, 0, region.size_bytes).unwrap();
+            assert!(blocks() > region.size_bytes as i64);
+        }
+        let reply = client.get_stats(None).call().unwrap();
+        let vm = reply.vms.iter().find(|vm| vm.name == "a").unwrap();
+        let figures = (vm.memory_bytes, vm.memory_resident_bytes);
+        assert_eq!(figures, (size, Some(blocks())));
+        let list = client.list_vms().call().unwrap().vms;
+        let listed = list.iter().find(|vm| vm.name == "a").unwrap();
+        assert_eq!(listed.memory_bytes, Some(size));
+        assert_eq!(listed.memory_resident_bytes, Some(blocks()));
+        assert_eq!(listed.pages, Some(vm.pages));
+        let all = &reply.daemon;
+        assert_eq!(
+            (all.memory_bytes, all.memory_resident_bytes),
+            (size, blocks())
+        );
+        let used = blocks() + reply.pool.held_bytes;
+        assert_eq!(all.memory_saved_bytes, size - used);
+    }
+    assert!(blocks() < region.size_bytes as i64);
+    drop(driver);
+    until("the memory of the disconnected VM is forgotten", || {
+        let vm = stats(&mut client, "a");
+        (vm.memory_bytes, vm.memory_resident_bytes) == (0, None)
     });
 }

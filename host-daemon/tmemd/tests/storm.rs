@@ -29,11 +29,12 @@ const REGIONS: usize = 3;
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Resources that the daemon uses for each connected VM, as docs/operating.md states. Threads: one.
-/// Descriptors: a socket with four duplicates; kick, call and error of each queue. Mappings: the
+/// Descriptors: a socket with four duplicates; the file of each region; kick, call and error of each
+/// queue. Mappings: the
 /// regions, and the thread's stack and signal stack, each with a guard page.
 /// Memory: mostly the used part of the thread's stack.
 const THREADS_PER_VM: usize = 1;
-const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize);
+const DESCRIPTORS_PER_VM: usize = 5 + REGIONS + 3 * (1 + QUEUES as usize);
 const MAPPINGS_PER_VM: usize = REGIONS + 4;
 const MEMORY_PER_VM_BYTES: usize = 256 << 10;
 

@@ -421,6 +421,10 @@ mod tests {
             connected: true,
             problem: None,
             frozen: false,
+            memory_bytes: None,
+            memory_resident_bytes: None,
+            pages: None,
+            charged_bytes: None,
         }
     }
 

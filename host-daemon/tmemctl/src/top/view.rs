@@ -16,8 +16,8 @@ use tmem_control::{PoolStats, VmStats};
 
 /// Height of the part of the screen that shows the pool, and of the part that shows the selected
 /// VM, in lines.
-const POOL_LINES: u16 = 6;
-const DETAIL_LINES: u16 = 7;
+const POOL_LINES: u16 = 7;
+const DETAIL_LINES: u16 = 8;
 
 /// Formats a rate per second in at most 5 characters up to 10 million, with k or M from 10,000 on.
 /// The columns are 6 wide and have no space between them.
@@ -101,7 +101,9 @@ fn composition(pool: &PoolStats) -> Line<'static> {
 }
 
 fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
-    let Some(pool) = &model.pool else { return };
+    let (Some(pool), Some(daemon)) = (&model.pool, &model.daemon) else {
+        return;
+    };
     let block = Block::new().borders(Borders::TOP).title("pool");
     let inner = block.inner(area);
     frame.render_widget(block, area);
@@ -137,6 +139,12 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
             "gain ×{all}: compression ×{compressed}, equal pages ×{dedup}, zstd ×{zstd}"
         )),
         Line::from(format!("host RAM saved {}", size(pool.saved_bytes))),
+        Line::from(format!(
+            "VMs: {} of {} resident, net saving {}",
+            size(daemon.memory_resident_bytes),
+            size(daemon.memory_bytes),
+            size(daemon.memory_saved_bytes)
+        )),
         Line::from(format!(
             "disk reads avoided {}/s, {} since the start",
             rate_text(model.history.back().map_or(0.0, |hits| *hits as f64)),
@@ -290,6 +298,11 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
             vm.nursery_pages,
             vm.same_filled_pages,
             vm.shared_pages
+        )),
+        Line::from(format!(
+            "memory {}, of which {} resident",
+            size(vm.memory_bytes),
+            vm.memory_resident_bytes.map_or("-".into(), size)
         )),
         Line::from(format!(
             "{} charged of {} entitled; disk reads avoided {}",
@@ -447,6 +460,9 @@ mod tests {
         // The pool has 512 MiB. By their weights of 200 and 100, VM web-1 is entitled to two thirds
         // of it, and VM db to one third.
         (web.entitled_bytes, db.entitled_bytes) = ((512 << 20) * 2 / 3, (512 << 20) / 3);
+        (web.memory_bytes, db.memory_bytes) = (4 << 30, 2 << 30);
+        web.memory_resident_bytes = Some(1800 << 20);
+        db.memory_resident_bytes = Some(1500 << 20);
         for (vm, get_us, put_us) in [(&mut web, 14, 55), (&mut db, 12, 6)] {
             derive_counters(vm);
             requests(&mut vm.get_latency, vm.gets / 8, get_us);
@@ -484,6 +500,9 @@ mod tests {
         daemon.version = "1.2.3".into();
         (daemon.uptime_seconds, daemon.workers) = (3 * 3600 + 25 * 60 + 7, 4);
         (daemon.vms, daemon.vms_connected, daemon.vms_frozen) = (2, 2, 1);
+        (daemon.memory_bytes, daemon.memory_resident_bytes) = (6 << 30, 3300 << 20);
+        daemon.memory_saved_bytes =
+            daemon.memory_bytes - daemon.memory_resident_bytes - pool.held_bytes;
         daemon.resident_bytes = pool.held_bytes + (9 << 20);
         figures
     }

@@ -52,13 +52,14 @@ fn list_prints_a_table_sorted_by_name() {
         let text = printed(&tmemctl(&host.path(socket), &["list"]));
         let db = words(&text, "db");
         assert_eq!(
-            db[..10],
+            db[..16],
             [
-                "db", "no", "no", "team", "1.00", "MiB", "8.00", "MiB", "7", "-"
+                "db", "no", "no", "team", "1.00", "MiB", "8.00", "MiB", "7", "0", "B", "-", "0",
+                "0", "B", "-"
             ]
         );
         assert!(
-            db[10].ends_with("/db.sock"),
+            db[16].ends_with("/db.sock"),
             "the row of VM db does not end with its socket: {text}"
         );
         assert_eq!(
@@ -81,6 +82,10 @@ fn stats_prints_all_vms_or_the_named_one() {
     assert!(
         text.contains("2 workers, 0 of 2 VMs connected"),
         "the status has the wrong number of workers or VMs: {text}"
+    );
+    assert!(
+        text.contains("memory  0 B of the VMs' 0 B resident, "),
+        "the status does not show the memory of VMs, none of which is connected: {text}"
     );
     let requests = "s of processor time for requests, ";
     let (_, background) = text

@@ -39,6 +39,10 @@ pub fn vm(vm: &Vm) -> api::Vm {
         connected: vm.connected.load(Ordering::Acquire),
         problem: vm.problem(),
         frozen: vm.frozen.load(Ordering::Relaxed),
+        memory_bytes: Some(int(vm.memory.table_bytes())),
+        memory_resident_bytes: vm.memory.files.allocated_bytes().map(int),
+        pages: Some(int(stats.pages)),
+        charged_bytes: Some(int(stats.charged_bytes)),
     }
 }
 
@@ -112,6 +116,8 @@ pub fn vm_stats(vm: &Vm) -> api::VmStats {
         loss_hits_seen: int(stats.loss_hits_seen),
         cpu_requests_ms: load(&counters.slices_ns) / 1_000_000,
         memory_mapped_bytes: int(vm.memory.mapped_bytes()),
+        memory_bytes: int(vm.memory.table_bytes()),
+        memory_resident_bytes: vm.memory.files.allocated_bytes().map(int),
         memory_max_bytes: int(vm.memory.max_bytes()),
         driver: vm.report().map(|report| driver_stats(&report, vm.latencies().as_ref())),
     });
@@ -226,6 +232,15 @@ pub fn daemon_stats(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let requests = int(control.workers.stage().cpu_ms());
     let all_background = int(control.background.stage.cpu_ms());
     let all = int(usage::process_cpu_ms());
+    let memory = |vm: &Arc<Vm>| {
+        let resident_bytes = vm.memory.files.allocated_bytes()?;
+        Some((vm.memory.table_bytes(), resident_bytes))
+    };
+    let (memory_bytes, resident_bytes) = vms
+        .iter()
+        .filter_map(memory)
+        .fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+    let held_bytes = control.engine.stats().held_bytes;
     // The time of other work is the remainder of the process's time. The times are read at
     // different moments, and background work adds its time after each step. The remainder could
     // therefore be smaller than in an earlier call. A counter must not decrease, so the largest
@@ -254,6 +269,9 @@ pub fn daemon_stats(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
         resident_bytes: int(usage::resident_bytes()),
         memory_locked: control.engine.is_locked(),
         interrupts_lost: int(notifier::lost_interrupts()),
+        memory_bytes: int(memory_bytes),
+        memory_resident_bytes: int(resident_bytes),
+        memory_saved_bytes: int(memory_bytes) - int(resident_bytes) - int(held_bytes),
         memory_mapped_bytes: int(control.registry.memory_budget().mapped_bytes()),
         memory_budget_bytes: int(control.registry.memory_budget().bytes()),
         memory_regions: int(control.registry.memory_budget().mapped_regions()),

@@ -8,6 +8,7 @@
 //! therefore includes memory tables that wait to be unmapped. Out of scope: the unmapping, see
 //! `host/background.rs`, and host memory, which mappings do not use.
 
+use crate::memory::files::GuestFiles;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -107,6 +108,10 @@ pub struct MemoryAccount {
     max_bytes: AtomicU64,
     mapped_bytes: AtomicU64,
     mapped_regions: AtomicU64,
+    /// Size of the VM's current memory table in bytes.
+    table_bytes: AtomicU64,
+    /// Files of the VM's memory.
+    pub files: GuestFiles,
 }
 
 impl Default for MemoryAccount {
@@ -123,6 +128,8 @@ impl MemoryAccount {
             max_bytes: AtomicU64::new(max_bytes),
             mapped_bytes: AtomicU64::new(0),
             mapped_regions: AtomicU64::new(0),
+            table_bytes: AtomicU64::new(0),
+            files: GuestFiles::default(),
         }
     }
 
@@ -140,6 +147,16 @@ impl MemoryAccount {
     /// tables that wait to be unmapped.
     pub fn mapped_bytes(&self) -> u64 {
         self.mapped_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the size of the VM's current memory table in bytes.
+    pub fn table_bytes(&self) -> u64 {
+        self.table_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Sets the size of the VM's current memory table.
+    pub fn set_table_bytes(&self, bytes: u64) {
+        self.table_bytes.store(bytes, Ordering::Relaxed);
     }
 
     /// Returns the number of regions that are mapped for the VM, in its current memory table and in

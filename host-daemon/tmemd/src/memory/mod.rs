@@ -8,6 +8,7 @@
 pub(crate) mod backing;
 pub(crate) mod budget;
 pub(crate) mod dirty_log;
+pub(crate) mod files;
 pub(crate) mod mapping;
 pub(crate) mod peer;
 pub(crate) mod sigbus;

@@ -10,6 +10,7 @@
 use crate::memory::backing;
 use crate::memory::budget::{MemoryAccount, MemoryCharge, REGIONS_MAX};
 use crate::memory::dirty_log::{DirtyLog, RegionLog};
+use crate::memory::files::{self, FileId};
 use crate::memory::mapping::Mapping;
 use crate::memory::sigbus::{Lost, page_bytes};
 use std::fs::File;
@@ -44,6 +45,8 @@ pub struct MemoryError(String);
 #[derive(Clone)]
 struct Region {
     spec: RegionSpec,
+    /// Identity of the file that contains the region.
+    file: Option<FileId>,
     /// The mapping of the region. All tables with this region share it, and dropping the last of
     /// these tables unmaps it.
     _mapping: Arc<ChargedMapping>,
@@ -126,7 +129,7 @@ impl Memory {
         let mapping = Mapping::new(&file, spec.file_offset, bytes, &self.lost)
             .map_err(|e| odd(format!("cannot be mapped readable and writable: {e}")))?;
         // The region does not keep the file open: a VM with many regions would otherwise use up the
-        // daemon's descriptors. The mapping keeps the memory.
+        // daemon's descriptors. The mapping keeps the memory. The account keeps a few files open.
         let builder = MmapRegionBuilder::new_with_bitmap(bytes, region_log)
             .with_mmap_prot(PROT_READ_WRITE)
             .with_mmap_flags(MAP_SHARED);
@@ -141,8 +144,11 @@ impl Memory {
             .insert_region(Arc::new(region))
             .map_err(|e| odd(e.to_string()))?;
         let mut regions = self.regions.clone();
+        let id = files::id(&file);
+        self.account.files.add(id, file);
         regions.push(Region {
             spec,
+            file: id,
             _mapping: Arc::new(ChargedMapping {
                 _mapping: mapping,
                 _charge: charge,
@@ -186,6 +192,15 @@ impl Memory {
             account: self.account.clone(),
             vmm_user: self.vmm_user,
         }
+    }
+
+    /// Makes this table the VM's current table in the VM's account. Closes the files of the VM's
+    /// memory that this table does not contain.
+    pub fn become_current(&self) {
+        self.account.set_table_bytes(self.bytes());
+        self.account
+            .files
+            .keep(self.regions.iter().map(|region| region.file));
     }
 
     /// Returns the size of all regions in bytes.

@@ -219,6 +219,7 @@ impl Device {
     /// table later. If too much memory of the VM waits to be unmapped, this thread unmaps the old
     /// table, which slows the front end down.
     fn set_memory(&mut self, memory: Arc<Memory>) {
+        memory.become_current();
         let old = std::mem::replace(&mut self.memory, memory);
         if self.vm().memory.is_backlogged(self.memory.bytes()) {
             drop(old);
