@@ -46,6 +46,7 @@
 #include "../testing.h"
 #include "../tmem.h"
 #include "check.h"
+#include "fallback.h"
 #include "stats.h"
 
 #define TMEM_VERSION_MAJOR	0
@@ -136,10 +137,6 @@
  */
 #define TMEM_REF_PENDING	1024
 #define TMEM_REF_PENDING_MIN	256
-/*
- * Number of recent references whose answers decide whether the driver lets the host retain pages.
- */
-#define TMEM_REF_WINDOW		1024
 /* Number of get requests, 1.7 KiB each. A reader that finds no free request has a miss. */
 #define TMEM_GET_REQUESTS	32
 
@@ -341,14 +338,9 @@ struct tmem_dev {
 	unsigned int first_free;
 	unsigned int nr_free;
 
-	/*
-	 * Guards window and window_at. nr_gone is written under this lock and also read without it.
-	 */
-	spinlock_t window_lock ____cacheline_aligned_in_smp;
-	/* answers to the last TMEM_REF_WINDOW references; a bit is set for GONE */
-	DECLARE_BITMAP(window, TMEM_REF_WINDOW);
-	unsigned int window_at;
-	unsigned int nr_gone;		/* bits set in window */
+	/* Guards fallback. fallback.nr_gone is also read without the lock. */
+	spinlock_t fallback_lock ____cacheline_aligned_in_smp;
+	struct tmem_fallback fallback;
 
 	/* Feeder thread of all request queues. */
 	struct task_struct *feeder ____cacheline_aligned_in_smp;
@@ -560,7 +552,7 @@ void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
 /* implemented in retain.c */
 int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue);
 void tmem_retain_exit(struct tmem_queue *queue);
-bool tmem_retain_wanted(struct tmem_dev *dev);
+bool tmem_retain_wanted(struct tmem_dev *dev, unsigned int pages);
 void tmem_retain_learn(struct tmem_dev *dev, u64 gone, unsigned int count);
 void tmem_retain_reset(struct tmem_dev *dev);
 void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 index, u64 offset,

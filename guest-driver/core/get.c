@@ -648,10 +648,12 @@ no:
 static u64 may_retain(struct get_call *call, unsigned int from, unsigned int to)
 {
 	pgoff_t first = call->index + from;
+	unsigned int pages;
 
-	if (first >= call->inside_end || !tmem_retain_wanted(call->dev))
+	if (first >= call->inside_end)
 		return 0;
-	return GENMASK_ULL(min_t(pgoff_t, to - from, call->inside_end - first) - 1, 0);
+	pages = min_t(pgoff_t, to - from, call->inside_end - first);
+	return tmem_retain_wanted(call->dev, pages) ? GENMASK_ULL(pages - 1, 0) : 0;
 }
 
 /* Returns @count bits of @mask, from bit @first on. */

@@ -5,10 +5,9 @@
  *
  * A full pool evicts retained pages first. A page that the host evicted in this way is lost when
  * the guest evicts it, because the driver sends a reference and no copy. So the driver watches the
- * answers to its references. While more than one in RETAIN_GONE_DIVISOR of the last TMEM_REF_WINDOW
- * pages were gone, it is in fallback: gets take their pages out of the pool, and evicted pages are
- * copied, as without the feature. A sample of gets still lets the host retain pages, so that the
- * share can fall again.
+ * answers to its references. While too many pages were gone, it is in fallback (fallback.h): gets
+ * take their pages out of the pool, and evicted pages are copied, as without the feature. A sample
+ * of gets still lets the host retain pages, so that the share can fall again.
  *
  * A page that was invalidated before the answer does not count, because the host may have processed
  * the flush before the reference.
@@ -17,47 +16,39 @@
  * loss weighs as much as 16 hits. Above that share the driver puts copies, whose losses the filter
  * counts.
  */
-#include <linux/bitmap.h>
 #include <linux/percpu.h>
 #include <linux/slab.h>
 
 #include "wake.h"
 
-/*
- * Fallback (gets take their pages out of the pool) lasts while more than one in this many of the
- * last TMEM_REF_WINDOW referenced pages were gone at the host (DRV-54 in proto/SPEC.md).
- */
-#define RETAIN_GONE_DIVISOR	16
-/*
- * While too many retained pages are lost (fallback), one part of a get in this many lets the host
- * retain its pages. A part has up to 64 pages. If all of these pages are lost, reads from the disk
- * grow by 1.6 %. If none is lost, fallback ends after 256 MiB of gets. The driver counts parts. It
- * does not choose them by their place in a file, because a small working set may have no part at
- * such a place.
- */
-#define RETAIN_SAMPLE		64
-
-/* Number of parts of gets that this CPU has processed while retained pages were lost (fallback). */
-static DEFINE_PER_CPU(unsigned int, retain_tries);
-
-static bool in_fallback(struct tmem_dev *dev)
-{
-	return READ_ONCE(dev->nr_gone) > TMEM_REF_WINDOW / RETAIN_GONE_DIVISOR;
-}
+/* Argument of tmem_fallback_chooses() for the gets of this CPU. */
+static DEFINE_PER_CPU(int, sample_due);
 
 /**
  * tmem_retain_wanted() - decide whether the host may retain the pages of a part of a get
  * @dev: the device
+ * @pages: number of pages of the part
  *
- * Context: any.
+ * Context: process.
  *
  * Return: true if it may.
  */
-bool tmem_retain_wanted(struct tmem_dev *dev)
+bool tmem_retain_wanted(struct tmem_dev *dev, unsigned int pages)
 {
+	bool chosen;
+
 	if (!dev->retain)
 		return false;
-	return !in_fallback(dev) || !(this_cpu_inc_return(retain_tries) % RETAIN_SAMPLE);
+	if (!tmem_in_fallback(&dev->fallback))
+		return true;
+	chosen = tmem_fallback_chooses(get_cpu_ptr(&sample_due), pages);
+	put_cpu_ptr(&sample_due);
+	if (!chosen)
+		return false;
+	spin_lock_irq(&dev->fallback_lock);
+	tmem_fallback_sample(&dev->fallback, pages);
+	spin_unlock_irq(&dev->fallback_lock);
+	return true;
 }
 
 /**
@@ -70,18 +61,12 @@ bool tmem_retain_wanted(struct tmem_dev *dev)
  */
 void tmem_retain_learn(struct tmem_dev *dev, u64 gone, unsigned int count)
 {
-	unsigned int nr, i;
+	unsigned int i;
 
-	spin_lock(&dev->window_lock);
-	nr = dev->nr_gone;
-	for (i = 0; i < count; i++) {
-		nr -= test_bit(dev->window_at, dev->window);
-		__assign_bit(dev->window_at, dev->window, gone & BIT_ULL(i));
-		nr += !!(gone & BIT_ULL(i));
-		dev->window_at = (dev->window_at + 1) % TMEM_REF_WINDOW;
-	}
-	WRITE_ONCE(dev->nr_gone, nr);
-	spin_unlock(&dev->window_lock);
+	spin_lock(&dev->fallback_lock);
+	for (i = 0; i < count; i++)
+		tmem_fallback_learn(&dev->fallback, gone & BIT_ULL(i));
+	spin_unlock(&dev->fallback_lock);
 }
 
 /**
@@ -92,10 +77,10 @@ void tmem_retain_learn(struct tmem_dev *dev, u64 gone, unsigned int count)
  */
 void tmem_retain_reset(struct tmem_dev *dev)
 {
-	spin_lock_irq(&dev->window_lock);
-	bitmap_zero(dev->window, TMEM_REF_WINDOW);
-	WRITE_ONCE(dev->nr_gone, 0);
-	spin_unlock_irq(&dev->window_lock);
+	spin_lock_irq(&dev->fallback_lock);
+	memset(dev->fallback.window, 0, sizeof(dev->fallback.window));
+	WRITE_ONCE(dev->fallback.nr_gone, 0);
+	spin_unlock_irq(&dev->fallback_lock);
 }
 
 /*

@@ -221,7 +221,7 @@ static int set_up(struct virtio_device *vdev, struct limits *limits)
 	dev->vdev = vdev;
 	dev->ram_pages = totalram_pages();
 	dev->retain = retain && virtio_has_feature(vdev, VIRTIO_TMEM_F_RETAIN);
-	spin_lock_init(&dev->window_lock);
+	spin_lock_init(&dev->fallback_lock);
 	init_waitqueue_head(&dev->feeder_wait);
 	tmem_pace_init(dev);
 	/*

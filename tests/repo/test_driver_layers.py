@@ -17,7 +17,7 @@ from test_abi import DRIVER
 LAYERS = """
 compat.h
 virtio_tmem_ioctl.h tmem.h testing.h trace.h
-core/check.h core/stats_list.h core/wait.h hooks/attach.h
+core/check.h core/fallback.h core/stats_list.h core/wait.h hooks/attach.h
 core/stats.h hooks/hooks.h
 core/core.h hooks/fs.h hooks/blocks.h
 core/slot.h core/budget.h core/control.h
