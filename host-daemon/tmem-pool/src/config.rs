@@ -49,6 +49,12 @@ pub(crate) const RETAIN_MARGIN_PART: u64 = 16;
 /// charge, which is the margin. The pool may then evict retained pages again.
 pub(crate) const RETAIN_GROWTH_SHIFT: u32 = 16;
 
+/// Divisor for the part of a tenant's charge by which it exceeds the bound when the bound of an old
+/// eviction ends. The charge is then a quarter larger than at the last eviction, so the pool has room
+/// that it did not have at that time. The next eviction sets a bound again. Without this rule, the
+/// bound would reach a much larger charge after up to 65,536 pages.
+pub(crate) const RETAIN_GROWN_PART: u64 = 4;
+
 /// Number of pages that gets must not retain, for each page that the pool evicted, before the bound
 /// of the charge may rise again. A retained page more can fill the pool, which then evicts a 64th of
 /// its pages at a time. Each of them may cost the guest a read of its disk. With this number, tries

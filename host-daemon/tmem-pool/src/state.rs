@@ -12,7 +12,8 @@ use crate::blob::{Contents, Finalized};
 use crate::config::PolicyKind;
 use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
-    RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, RETAIN_PAY_PAGES, RETAIN_PAY_ROUNDS, STALE_SKIPS_MAX,
+    RETAIN_GROWN_PART, RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, RETAIN_PAY_PAGES,
+    RETAIN_PAY_ROUNDS, STALE_SKIPS_MAX,
 };
 use crate::cost::{
     DROP_ESTIMATE_NS, ESTIMATE_NS_MAX, KEY_NS, MISS_NS, REF_NS, drop_all_estimates_ns_max,
@@ -491,7 +492,7 @@ impl State {
                     self.end_retention(id, key, key_hash);
                 }
                 let retained =
-                    get.retain >> done & 1 != 0 && self.may_retain() && contents.share(content);
+                    self.may_retain() && get.retain >> done & 1 != 0 && contents.share(content);
                 if retained {
                     self.retain(id, key_hash);
                     self.counters.retained_hits += 1;
@@ -522,10 +523,17 @@ impl State {
 
     /// Returns whether the tenant's charge allows a get to retain the page that it returns. If it
     /// does not, pays for evicted pages, or raises the bound of the charge a little if all are paid
-    /// for. So later gets may retain pages again.
+    /// for. So later gets may retain pages again. Each page that a get returns pays, whether the
+    /// guest lets the pool retain it or not, because a guest whose retained pages were evicted lets
+    /// the pool retain only few pages.
     fn may_retain(&mut self) -> bool {
         let charged_bytes = self.charged_bytes();
         if charged_bytes <= self.retain_max_bytes {
+            return true;
+        }
+        if charged_bytes - self.retain_max_bytes > charged_bytes / RETAIN_GROWN_PART {
+            self.retain_max_bytes = u64::MAX;
+            self.retain_unpaid_pages = 0;
             return true;
         }
         if self.retain_unpaid_pages > 0 {

@@ -8,7 +8,7 @@ use super::{
     OPEN, POOL, add, config, fill, get, get_retaining, maintain_all, new_engine, noise,
     partly_noise, put, put_raw, refer,
 };
-use crate::config::RETAIN_PAY_PAGES;
+use crate::config::{RETAIN_GROWTH_SHIFT, RETAIN_PAY_PAGES, RETAIN_PAY_ROUNDS};
 use crate::state::Reason;
 use crate::{
     Engine, Get, GetResult, NoPool, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, PolicyKind, PutResult,
@@ -264,6 +264,57 @@ fn retained_pages_of_a_tenant_above_its_entitlement_are_evicted_first() {
     assert!(retaining.stats().retained_pages > 0);
     assert_eq!(protected.stats().evictions, 0);
     drop(idle);
+}
+
+/// Evicts three quarters of a tenant's pages, as a full pool does, and lets the tenant grow again in
+/// a pool that is nearly empty. The gets of its guest must soon retain pages again, also if the guest
+/// lets the pool retain only some pages, because references (REF) found none before.
+#[test]
+fn gets_retain_pages_again_soon_after_a_full_pool() {
+    const PAGES: u64 = 400;
+    const GETS_MAX: u64 = 4096;
+    // A charge that is only 5 % larger than at the last eviction does not show that the pool has
+    // room. All gets pay for the evicted pages, and then raise the bound by an eighth of the charge.
+    const GETS_MAX_NEAR: u64 = 100 * RETAIN_PAY_ROUNDS + (1 << RETAIN_GROWTH_SHIFT) / 8;
+    for (left, more, every, gets_max) in [
+        (100, 150, 1, GETS_MAX),
+        (100, 150, 32, GETS_MAX),
+        (100, 40, 32, GETS_MAX),
+        (100, 3900, 1, GETS_MAX),
+        (100, 5, 32, GETS_MAX_NEAR),
+    ] {
+        let engine = new_engine(64 << 20);
+        let tenant = add(&engine, "a", None, OPEN);
+        fill(&tenant, 1, PAGES);
+        for _ in left..PAGES {
+            engine.evict_from(tenant.shared(), 1, Reason::Pool);
+        }
+        assert_eq!(counts(&tenant), (left, 0));
+        fill(&tenant, 2, more);
+        let mut gets = 0;
+        loop {
+            let index = gets % more;
+            let retained = match gets % every {
+                0 => get_retaining(&tenant, 2, index, 1).unwrap().1,
+                _ => get(&tenant, 2, index, 1).is_none(),
+            };
+            if retained {
+                break;
+            }
+            gets += 1;
+            assert!(
+                gets < gets_max,
+                "{left} pages left and {more} put, 1 of {every} pages allowed: no page is retained"
+            );
+            put(&tenant, 2, index, 1, &noise(index));
+        }
+        println!("{left} pages left, {more} put, 1 of {every} allowed: {gets} gets");
+        if gets_max == GETS_MAX {
+            assert_eq!(fill(&tenant, 3, 50), 50);
+            retain_all(&tenant, 3, 50);
+        }
+        maintain_all(&engine);
+    }
 }
 
 /// Sends the same gets for two tenants. For one tenant, the guest puts the pages that it evicts.
