@@ -39,6 +39,7 @@ class Daemon:
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     program: Path | None = None  # program to run instead of the tmemd under test
+    processor: int | None = None  # None: all processors
     _process: Process | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +76,8 @@ class Daemon:
             more = f",trust_domain={tenant.trust_domain}" if tenant.trust_domain else ""
             more += f",uuid={tenant.uuid}" if tenant.uuid else ""
             command += ["--vm", f"socket={self.socket(tenant.name)},name={tenant.name}{more}"]
-        process = Process("tmemd", [*command, *self.options], self.log, self.environment)
+        command += self.options
+        process = Process("tmemd", command, self.log, self.environment, processor=self.processor)
         self._process = process
         process.set_group_nice(GROUP_NICE)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Describes the machine that runs a benchmark, and keeps its processors from halting meanwhile.
+"""Describes the machine that runs a benchmark, and chooses the processors of its processes.
+
+It also keeps the processors from halting meanwhile.
 
 In a virtual machine, a processor that halts exits to the hypervisor, and its next wake-up takes
 tens of microseconds. Guests, daemon and disks of a benchmark wake each other up for each request,
@@ -13,8 +15,35 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """Processors of a benchmark: one for all guests, one for tmemd and the disks' processes.
+
+    None stands for all processors.
+    """
+
+    guests: int | None = None
+    host: int | None = None
+
+
+EVERYWHERE = Pinning()
+
+
+def pinning() -> Pinning:
+    """Returns two processors that this process may use, or EVERYWHERE if there is only one.
+
+    A native guest and its tracing process take turns for each system call of the guest. On two
+    processors, each turn waits for a wake-up of the other processor, so a system call costs 12 or
+    66 µs, as the scheduler places them.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    return Pinning(usable[0], usable[1]) if len(usable) > 1 else EVERYWHERE
+
 
 LATENCY_LIMIT = Path("/dev/cpu_dma_latency")
 IDLE_DRIVER = Path("/sys/devices/system/cpu/cpuidle/current_driver")

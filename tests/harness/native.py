@@ -37,6 +37,7 @@ from harness.debug_kernel import (
 )
 from harness.disk import Disk
 from harness.guest import Guest
+from harness.machine import EVERYWHERE, Pinning
 from harness.paths import TESTS, HarnessError, cache_dir
 from harness.process import Process, tail
 from harness.storage import Export
@@ -153,13 +154,19 @@ class NativeGuest(Guest):
 class NativeVm:
     """A native guest in `directory`, which holds its sockets and logs. start() boots it."""
 
-    def __init__(self, config: NativeConfig, directory: Path) -> None:
+    def __init__(
+        self, config: NativeConfig, directory: Path, pinning: Pinning = EVERYWHERE
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self._processor = pinning.guests
         self.config = config
         self.name = config.name
         self.directory = directory
         self.console = directory / "console.log"
-        self.exports = [Export(disk, directory, direct=config.direct) for disk in config.disks]
+        self.exports = [
+            Export(disk, directory, direct=config.direct, processor=pinning.host)
+            for disk in config.disks
+        ]
         self.boot_seconds = 0.0
         self._boot_files: tuple[Path, Path] | None = None
         self._process: Process | None = None
@@ -199,7 +206,12 @@ class NativeVm:
             began = time.monotonic()
             environment = {"TMPDIR": "/dev/shm"}
             self._process = Process(
-                f"kernel of {self.name}", command, self.console, environment, [theirs.fileno()]
+                f"kernel of {self.name}",
+                command,
+                self.console,
+                environment,
+                [theirs.fileno()],
+                processor=self._processor,
             )
         deadline = Deadline(BOOT_SECONDS, f"{self.name}: the guest's agent answers")
         channel = Channel(ours, deadline, self._check_alive)

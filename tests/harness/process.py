@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.paths import HarnessError
@@ -31,6 +31,20 @@ def tail(path: Path, limit_bytes: int = TAIL_BYTES) -> str:
         return f"({path.name}: {error.strerror})"
 
 
+@contextmanager
+def on_processor(processor: int | None) -> Iterator[None]:
+    """Binds this thread, and the children that it starts meanwhile, to a processor."""
+    if processor is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {processor})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 class Process:
     """A running program; `log` receives its stdout and stderr."""
 
@@ -41,12 +55,17 @@ class Process:
         log: Path,
         environment: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
+        *,
+        processor: int | None = None,
     ) -> None:
-        """Starts the program, which inherits `descriptors` with the same numbers."""
+        """Starts the program, which inherits `descriptors` with the same numbers.
+
+        The program and its children run on `processor` only, or on all processors if it is None.
+        """
         self.name = name
         self.command = [str(word) for word in command]
         self.log = log
-        with open(log, "ab") as output:
+        with open(log, "ab") as output, on_processor(processor):
             # setpriv executes the program in its own process, so its pid becomes the program's.
             self._child = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *self.command],

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from harness.daemon import Daemon, Tenant
+from harness.machine import EVERYWHERE, Pinning
 from harness.native import NativeConfig, NativeVm
 from harness.proxy import VhostProxy
 from harness.vm import Config, Vm
@@ -18,11 +19,13 @@ class Session:
     """A scratch directory with VMs and daemons; use it in a `with` statement.
 
     The directory's path is short, because the path of a Unix socket has 107 bytes at most.
+    `pinning` names the processors of daemons and native guests.
     """
 
-    def __init__(self, *, keep: bool = False) -> None:
+    def __init__(self, *, keep: bool = False, pinning: Pinning = EVERYWHERE) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="tmem-"))
         self._keep = keep
+        self._pinning = pinning
         self._members: list[Vm | NativeVm | Daemon | VhostProxy] = []
 
     def daemon(
@@ -31,7 +34,7 @@ class Session:
         """Creates a tmemd for these VMs, which is not started yet."""
         named = [Tenant(entry) if isinstance(entry, str) else entry for entry in tenants]
         directory = self.directory / f"tmemd{len(self._members)}"
-        daemon = Daemon(directory, named, pool_size, options or [])
+        daemon = Daemon(directory, named, pool_size, options or [], processor=self._pinning.host)
         self._members.append(daemon)
         return daemon
 
@@ -43,7 +46,8 @@ class Session:
 
     def native_vm(self, config: NativeConfig) -> NativeVm:
         """Creates a native guest, which is not started yet."""
-        vm = NativeVm(config, self.directory / f"{config.name}-{len(self._members)}")
+        directory = self.directory / f"{config.name}-{len(self._members)}"
+        vm = NativeVm(config, directory, self._pinning)
         self._members.append(vm)
         return vm
 

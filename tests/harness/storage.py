@@ -73,11 +73,14 @@ def forget_cached(path: Path) -> None:
 class Export:
     """One disk, served at a socket in `directory`."""
 
-    def __init__(self, disk: Disk, directory: Path, *, direct: bool = True) -> None:
+    def __init__(
+        self, disk: Disk, directory: Path, *, direct: bool = True, processor: int | None = None
+    ) -> None:
         self.disk = disk
         self.socket = directory / f"{disk.name}.sock"
         self.log = directory / f"{disk.name}.log"
         self._direct = direct
+        self._processor = processor
         self._process: Process | None = None
 
     def command(self) -> list[str]:
@@ -110,7 +113,8 @@ class Export:
         """Removes the disk's image from the host's page cache, and serves the disk."""
         forget_cached(self.disk.path)
         self.socket.unlink(missing_ok=True)
-        process = Process(f"storage daemon of {self.disk.name}", self.command(), self.log)
+        name = f"storage daemon of {self.disk.name}"
+        process = Process(name, self.command(), self.log, processor=self._processor)
         self._process = process
 
         def listening() -> bool:

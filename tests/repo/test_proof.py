@@ -24,6 +24,7 @@ from bench.vm.rivals import KSM, POOL, RAM, Fleet, Rivals
 from bench.vm.workloads import WITH, WITHOUT, Workload, Write
 from harness import native
 from harness.disk import Disk
+from harness.machine import EVERYWHERE
 from harness.paths import HarnessError
 from harness.vm import MIB
 
@@ -165,6 +166,7 @@ class NoHost:
 
     what = "none"
     slowdown = 1.0
+    pinning = EVERYWHERE
 
 
 def measure(results: Results, part: Part, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -256,7 +258,9 @@ def test_settings_change_with_the_programs_and_the_parameters(
     linux = tmp_path / "linux"
     linux.write_text("one")
     monkeypatch.setattr(proof, "host_binary", lambda _: linux)
-    host = cast(Host, SimpleNamespace(what="none", programs=lambda: {"kernel": linux}))
+    host = cast(
+        Host, SimpleNamespace(what="none", pinning=EVERYWHERE, programs=lambda: {"kernel": linux})
+    )
     first = proof.settings(False, host)
     assert first == proof.settings(False, host)
     monkeypatch.setattr(Write, "writes", 7)

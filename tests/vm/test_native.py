@@ -45,6 +45,7 @@ from bench.vm.native import FOLIO_PAGES, parse_latency, percentile
 from harness import disk, storage
 from harness.daemon import Daemon
 from harness.guest import Guest
+from harness.machine import pinning
 from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, guest_program
 from harness.proxy import VhostProxy
@@ -349,6 +350,32 @@ def run_on(processor: int, pid: int) -> None:
         os.sched_setaffinity(int(thread.name), {processor})
         for child in (thread / "children").read_text().split():
             run_on(processor, int(child))
+
+
+def processors_of(pid: int) -> set[int]:
+    """Returns the processors on which the threads of a process and its children may run."""
+    found: set[int] = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        found |= os.sched_getaffinity(int(thread.name))
+        for child in (thread / "children").read_text().split():
+            found |= processors_of(int(child))
+    return found
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_benchmarks_run_guests_on_one_processor_and_the_host_on_another() -> None:
+    usable = os.sched_getaffinity(0)
+    chosen = pinning()
+    with Session(pinning=chosen) as session:
+        daemon = start_daemon(session)
+        vm = native_vm(session, daemon=daemon)
+        guest = vm.start()
+        guest.start("sleep 100", 120)
+        assert processors_of(vm.process.pid) == {chosen.guests}
+        assert processors_of(daemon.process.pid) == {chosen.host}
+        assert processors_of(vm.exports[0].process.pid) == {chosen.host}
+    assert chosen.guests != chosen.host
+    assert os.sched_getaffinity(0) == usable
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")

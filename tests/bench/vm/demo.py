@@ -30,6 +30,7 @@ from harness import disk, kernel, module, native
 from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
 from harness.guest import Guest, Job
+from harness.machine import EVERYWHERE, pinning
 from harness.native import NativeConfig, NativeVm
 from harness.paths import HarnessError, host_binary, qemu_binary
 from harness.session import Session
@@ -393,7 +394,7 @@ def run(options: argparse.Namespace) -> int:
     progress = Progress()
     machines = Machines(native_guests)
     sizes = machines.sizes
-    with Session() as session:
+    with Session(pinning=pinning() if native_guests else EVERYWHERE) as session:
         progress.step(
             f"two trees of {size_text(sizes.set_bytes)} from this machine's /usr, as ext4 disks"
         )

@@ -17,6 +17,7 @@ from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
 from harness.guest import Job
 from harness.host_use import processor_seconds
+from harness.machine import EVERYWHERE, Pinning, pinning
 from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, cache_dir, guest_program, qemu_binary
 from harness.session import Session
@@ -70,6 +71,7 @@ class Host(Protocol):
 
     what: str
     slowdown: float  # factor by which a part takes longer than with native guests, about
+    pinning: Pinning
 
     def create(self, session: Session, spec: Spec) -> Vm | NativeVm:
         """Returns a guest that is not started yet."""
@@ -100,6 +102,7 @@ class Native:
     slowdown = 1.0
 
     def __init__(self) -> None:
+        self.pinning = pinning()
         self._kernel = native.build()
 
     def programs(self) -> dict[str, Path]:
@@ -161,6 +164,7 @@ class Qemu:
         more = f"{QEMU_MORE_RAM_BYTES // MIB} MiB more RAM for each guest"
         self.what = f"QEMU with {how}, {more}"
         self.slowdown = TCG_SLOWDOWN if self.why_not else 1.0
+        self.pinning = EVERYWHERE
 
     def programs(self) -> dict[str, Path]:
         return {"kernel": self._kernel.vmlinuz, "driver": self._driver, "qemu": qemu_binary()}

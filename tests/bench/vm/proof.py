@@ -33,7 +33,7 @@ from bench.vm.workloads import (
     Workload,
     Write,
 )
-from harness.machine import observed, processor_model
+from harness.machine import EVERYWHERE, observed, processor_model
 from harness.paths import ROOT, HarnessError, host_binary
 from harness.session import Session
 
@@ -68,6 +68,7 @@ def settings(quick: bool, host: Host) -> dict[str, Any]:
     return {
         "quick": quick,
         "guests": host.what,
+        "pinned": host.pinning != EVERYWHERE,
         "tmemd": digest(host_binary("tmemd")),
         **{name: digest(path) for name, path in host.programs().items()},
         "parameters": hashlib.sha256(json.dumps(parameters).encode()).hexdigest()[:16],
@@ -131,7 +132,7 @@ class Run:
             self._results.note("kvm_speedups", model.kvm_speedups(self._results.data))
         began = time.monotonic()
         try:
-            with Session() as session:
+            with Session(pinning=self._host.pinning) as session:
                 lab = Lab(self._host, session, images)
                 try:
                     self._measure(part, lab, began)

@@ -629,22 +629,28 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
     if section := model_text(found):
         parts.append(section)
     first, *lines = parameter_lines(found)
-    parts += ["## Parameters", _wrapped(first), *_bullets(lines), "## Limits", LIMITS]
+    parts += ["## Parameters", _wrapped(first), *_bullets(lines), "## Limits", limits(found)]
     return "\n\n".join(parts) + "\n"
 
 
-LIMITS = "\n".join(
-    _wrapped(line, "- ")
-    for line in (
+def limits(found: dict[str, Any]) -> str:
+    """Returns the list of what the figures do not show."""
+    placement = "The guests, tmemd and the disks' processes share the machine's processors."
+    if found["settings"].get("pinned"):
+        placement = (
+            "All guests share one processor of the machine, and tmemd and the disks' processes "
+            "share another one."
+        )
+    lines = (
         "Native guests are user-mode Linux with one processor. A system call takes 8 to 17 µs, "
         "which adds to every read(2) of both arms and makes speedups smaller. There are no exits "
         "and no large folios.",
-        "The guests, tmemd and the disks' processes share the machine's processors.",
+        placement,
         "In the arm with the host's page cache, hits in that cache do not count against the disk's "
         "limit: a control group limits only reads from the host's disk that holds the image. "
         "Writes of that arm are not limited.",
     )
-)
+    return "\n".join(_wrapped(line, "- ") for line in lines)
 
 
 def speed_bars(found: dict[str, Any]) -> list[tuple[str, Estimate]]:
