@@ -189,8 +189,7 @@ impl Engine {
 
     /// Returns whether a tenant, departed or not, has detached pages.
     pub(crate) fn any_tenant_has_detached(&self) -> bool {
-        let membership = self.membership();
-        membership.tenants().any(|tenant| tenant.has_detached())
+        self.totals.tenants_with_detached.get() > 0
     }
 
     /// Removes a departed tenant from the list of departed tenants if its pages are all freed. Does

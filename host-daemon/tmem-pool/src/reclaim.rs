@@ -78,6 +78,9 @@ impl Engine {
     /// Frees up to `pages` detached pages (pages that were dropped earlier), those of departed
     /// tenants first. Returns the number of steps done.
     pub(crate) fn free_detached(&self, pages: usize) -> usize {
+        if !self.any_tenant_has_detached() {
+            return 0;
+        }
         let membership = self.membership();
         let tenant = membership.tenants().find(|tenant| tenant.has_detached());
         let Some(tenant) = tenant.cloned() else {
@@ -129,10 +132,16 @@ impl Engine {
         })
     }
 
-    /// Evicts up to `pages` pages of the tenant that is most above its entitlement
+    /// Frees up to `pages` detached pages (pages that were dropped earlier). If there are none,
+    /// evicts up to `pages` pages of the tenant that is most above its entitlement
     /// ([`victim`](Self::victim)), until the tenant is no longer above its entitlement. Returns the
-    /// number of steps done, which is 0 if no tenant is above its entitlement.
+    /// number of steps done, which is 0 if no page is detached and no tenant is above its
+    /// entitlement.
     pub(crate) fn evict_excess(&self, pages: usize) -> usize {
+        let freed = self.free_detached(pages);
+        if freed > 0 {
+            return freed;
+        }
         let Some(victim) = self.victim(|tenant| tenant.excess_bytes() > 0) else {
             return 0;
         };

@@ -184,6 +184,13 @@ impl State {
         self.index.gauges.charged_bytes()
     }
 
+    /// Returns the number of bytes that a put compares with the tenant's limit: the charge, and what
+    /// detached pages (dropped, and not freed yet) were charged. Without these, a guest that fills
+    /// and drops its pools faster than background work frees the pages would exceed its limit.
+    fn limited_bytes(&self) -> u64 {
+        self.charged_bytes() + self.index.detached.charged_bytes()
+    }
+
     /// Returns the number of bytes that is compared with the tenant's entitlement. It is the
     /// tenant's charge or, if that is larger, the sum of its stored bytes and `index_bytes`.
     pub(crate) fn owed_bytes(&self, index_bytes: u64) -> u64 {
@@ -393,8 +400,8 @@ impl State {
         }
     }
 
-    /// Evicts pages of this tenant until another raw page fits under the tenant's limit, in a
-    /// bounded number of steps. Returns false if a page still does not fit. The reason is a limit
+    /// Frees detached pages of this tenant, and then evicts pages, until another raw page fits under
+    /// the tenant's limit, in a bounded number of steps. Returns false if a page still does not fit. The reason is a limit
     /// that is smaller than the charge of a page, or a lowered limit that is far below the tenant's
     /// charge.
     fn evict_for_put(&mut self, freed: &mut Freed) -> bool {
@@ -408,12 +415,14 @@ impl State {
             return false;
         };
         for _ in 0..EVICTIONS_PER_PUT_PAGE {
-            if self.charged_bytes() <= room_bytes {
+            if self.limited_bytes() <= room_bytes {
                 return true;
             }
-            self.evict(1, Reason::Limit, freed);
+            if self.free_detached(1, freed) == 0 {
+                self.evict(1, Reason::Limit, freed);
+            }
         }
-        self.charged_bytes() <= room_bytes
+        self.limited_bytes() <= room_bytes
     }
 
     /// Looks up the pages that a get requests, and returns those found in `taken`, whose elements

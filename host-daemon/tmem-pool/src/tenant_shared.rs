@@ -222,9 +222,15 @@ impl Drop for Locked<'_> {
             return;
         }
         tenant.charged_bytes.set(state.charged_bytes());
-        tenant
-            .has_detached
-            .store(state.index.has_detached(), Relaxed);
+        let has_detached = state.index.has_detached();
+        match (
+            tenant.has_detached.swap(has_detached, Relaxed),
+            has_detached,
+        ) {
+            (false, true) => totals.tenants_with_detached.add(1),
+            (true, false) => totals.tenants_with_detached.sub(1),
+            _ => {}
+        }
         tenant.has_raw.store(state.has_raw(), Relaxed);
         tenant.has_retained.store(state.has_retained(), Relaxed);
         let (before, now) = (tenant.index_bytes.get(), state.bytes());

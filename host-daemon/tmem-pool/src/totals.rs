@@ -44,6 +44,8 @@ pub(crate) struct Totals {
     /// Memory of all tenants' indexes and eviction policies in bytes, including dropped pages that
     /// are not freed yet.
     pub index_bytes: Sum,
+    /// Number of tenants, departed or not, that have detached pages (dropped, and not freed yet).
+    pub tenants_with_detached: Sum,
     /// Number of live tenants and of removed tenants whose pages are not all freed yet.
     pub tenants: Sum,
 }

@@ -3,10 +3,12 @@
 //! are freed later in small steps.
 
 use super::{OPEN, POOL, add, fill, get, maintain_all, new_engine, noise, partly_noise, put};
-use crate::PutResult::Stored;
+use crate::PutResult::{Refused, Stored};
 use crate::config::TENANT_METADATA_BYTES;
 use crate::cost::{DROP_SAME_NS, FOLLOWED_NS};
-use crate::{Engine, FLUSH_NS_MIN, PAGE_SIZE, Page, Tenant, Time};
+use crate::{
+    Engine, FLUSH_NS_MIN, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Put, Quota, Tenant, Time,
+};
 
 /// Puts 100 pages of `tenant` and drops them with the function `empty`. Asserts that the tenant is
 /// empty immediately, and that background work then frees the pages in bounded steps.
@@ -236,4 +238,190 @@ fn each_step_of_a_flush_stays_within_its_time_budget() {
         assert_eq!((flushed.is_complete, flushed.cost_ns), (false, 0));
     }
     engine.check_invariants();
+}
+
+/// Number of pages of one put request in the tests of dropped pages.
+const BATCH: usize = 64;
+
+/// Charge in bytes of a page that does not compress.
+const NOISE_CHARGE: u64 = PAGE_SIZE as u64 + PAGE_METADATA_CHARGE_BYTES;
+
+/// Puts BATCH pages of an object that do not compress, beginning with page `first`, in one request.
+/// Returns the number of stored pages.
+fn put_batch(tenant: &Tenant, object: u64, first: u64) -> u64 {
+    let page = |index: u64| noise(object << 32 | index);
+    let pages: Vec<Page> = (first..first + BATCH as u64).map(page).collect();
+    let mut puts = Vec::with_capacity(BATCH);
+    for (index, page) in (first..).zip(&pages) {
+        puts.push(Put {
+            object,
+            index,
+            cookie: 1,
+            workingset: false,
+            page,
+        });
+    }
+    let mut results = [Refused; BATCH];
+    tenant.put(POOL, &puts, &mut results).unwrap();
+    results.iter().filter(|&&result| result == Stored).count() as u64
+}
+
+/// A large VM reboots in a full pool while another VM keeps putting pages, so that background work
+/// is never idle. The active VM must lose no page while dropped pages occupy memory. Dropped pages
+/// must be freed at least as fast as new pages take memory.
+#[test]
+fn a_busy_tenant_loses_no_page_while_dropped_pages_of_a_rebooted_tenant_are_in_memory() {
+    let engine = new_engine(16 << 20);
+    // Each of these tenants takes a share of the pool, so that `active` is above its entitlement.
+    let idle: Vec<Tenant> = (0..8)
+        .map(|nr| add(&engine, &format!("idle{nr}"), None, OPEN))
+        .collect();
+    let (big, active) = (
+        add(&engine, "big", None, OPEN),
+        add(&engine, "active", None, OPEN),
+    );
+    for first in (0..1700).step_by(BATCH) {
+        put_batch(&big, 1, first);
+        put_batch(&active, 1, first);
+        maintain_all(&engine);
+    }
+    assert_eq!(engine.stats().evictions, 0, "the pool is too small");
+    let shared = active.shared();
+    assert!(
+        shared.excess_bytes() > 0,
+        "the active tenant is not above its entitlement, so nothing would evict its pages"
+    );
+    big.clear();
+    let dropped = engine.stats().detached_pages;
+    let (mut first, mut stored) = (10_000, 0);
+    while engine.stats().detached_pages > 0 {
+        stored += put_batch(&active, 1, first);
+        first += BATCH as u64;
+        engine.maintain(Time(0), BATCH);
+        if engine.stats().detached_pages > 0 {
+            assert_eq!(
+                active.stats().evictions,
+                0,
+                "live pages were evicted while {} dropped pages are in memory",
+                engine.stats().detached_pages
+            );
+        }
+        assert!(
+            first < 20_000,
+            "{} of {dropped} dropped pages are in memory after {stored} puts",
+            engine.stats().detached_pages
+        );
+    }
+    assert!(
+        stored <= dropped,
+        "{stored} pages were stored while {dropped} dropped pages were freed"
+    );
+    assert!(idle.iter().all(|tenant| tenant.stats().evictions == 0));
+    engine.check_invariants();
+}
+
+/// A guest with a limit fills its pool and destroys it, again and again. Its dropped pages must
+/// count against its limit, so that it never holds more memory than that, and its neighbour must
+/// lose no page.
+#[test]
+fn dropped_pages_count_against_the_limit_of_their_tenant() {
+    const LIMIT_BYTES: u64 = 2 << 20;
+    let engine = new_engine(16 << 20);
+    let idle: Vec<Tenant> = (0..8)
+        .map(|nr| add(&engine, &format!("idle{nr}"), None, OPEN))
+        .collect();
+    let quota = Quota {
+        limit_bytes: Some(LIMIT_BYTES),
+        ..OPEN
+    };
+    let (limited, neighbour) = (
+        add(&engine, "limited", None, quota),
+        add(&engine, "neighbour", None, OPEN),
+    );
+    for first in (0..2900).step_by(BATCH) {
+        put_batch(&neighbour, 1, first);
+        maintain_all(&engine);
+    }
+    assert!(neighbour.shared().excess_bytes() > 0);
+    let mut stored = 0;
+    for _ in 0..40 {
+        for first in (0..256).step_by(BATCH) {
+            stored += put_batch(&limited, 1, first);
+            engine.maintain(Time(0), BATCH);
+            let state = limited.shared().lock(&engine.totals);
+            let (live, dropped) = (state.index.gauges, state.index.detached);
+            let bytes = live.charged_bytes() + dropped.charged_bytes();
+            assert!(
+                bytes <= LIMIT_BYTES,
+                "the tenant holds {bytes} B in live and dropped pages, above its limit"
+            );
+        }
+        limited.destroy_pool(POOL).unwrap();
+        limited.create_pool(POOL).unwrap();
+        assert_eq!(
+            (neighbour.stats().evictions, limited.stats().evictions),
+            (0, 0),
+            "live pages were evicted while dropped pages are in memory"
+        );
+    }
+    assert!(
+        stored > 40 * 200,
+        "only {stored} pages of the tenant were stored in 40 rounds"
+    );
+    assert!(idle.iter().all(|tenant| tenant.stats().pages == 0));
+    engine.check_invariants();
+}
+
+/// Evictions that free memory for later puts choose a tenant only if no tenant has dropped pages.
+#[test]
+fn evictions_for_the_pool_free_dropped_pages_first() {
+    let engine = new_engine(4 << 20);
+    let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
+    fill(&a, 1, 30);
+    fill(&b, 1, 300);
+    a.flush(POOL, 1, 0, None).unwrap();
+    b.shared().entitled_bytes.set(0);
+    assert_eq!(engine.evict_excess(16), 16);
+    assert_eq!((a.stats().detached_pages, b.stats().evictions), (14, 0));
+    assert!(engine.evict_excess(16) >= 14);
+    assert_eq!((a.stats().detached_pages, b.stats().evictions), (0, 0));
+    assert_eq!(engine.evict_excess(16), 16);
+    assert_eq!(b.stats().evictions, 16);
+}
+
+/// A put of a tenant at its limit frees the tenant's own dropped pages before it evicts a page.
+#[test]
+fn a_put_at_the_limit_frees_dropped_pages_before_it_evicts() {
+    let engine = new_engine(4 << 20);
+    let quota = Quota {
+        limit_bytes: Some(40 * NOISE_CHARGE),
+        ..OPEN
+    };
+    let tenant = add(&engine, "a", None, quota);
+    fill(&tenant, 1, 20);
+    fill(&tenant, 2, 20);
+    tenant.flush(POOL, 1, 0, None).unwrap();
+    for (index, dropped) in (20..40).zip((0..20).rev()) {
+        assert_eq!(put(&tenant, 2, index, 1, &noise(index)), Stored);
+        let stats = tenant.stats();
+        assert_eq!((stats.detached_pages, stats.evictions), (dropped, 0));
+    }
+    assert_eq!(put(&tenant, 2, 40, 1, &noise(40)), Stored);
+    assert_eq!(tenant.stats().evictions, 1);
+    engine.check_invariants();
+}
+
+/// Frees dropped pages beside new pages that are finalized. The dropped pages must not count
+/// against the budget of background work, because the budget limits how many new pages it accepts.
+#[test]
+fn freeing_dropped_pages_takes_no_budget_from_new_pages() {
+    let engine = new_engine(16 << 20);
+    let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
+    fill(&a, 1, 1000);
+    a.clear();
+    assert_eq!(put_batch(&b, 1, 0), BATCH as u64);
+    assert_eq!(put_batch(&b, 1, 64), BATCH as u64);
+    engine.maintain(Time(0), BATCH);
+    assert_eq!(b.stats().nursery_pages, BATCH as u64);
+    assert_eq!(a.stats().detached_pages, 1000 - 2 * BATCH as u64);
 }
