@@ -7,6 +7,7 @@ use crate::common::Daemon;
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::Write;
 use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Watchdog period: the daemon must report more often that it is alive. The period is short, so
@@ -20,6 +21,14 @@ const HANGS: &str = "WATCHDOG=trigger";
 /// Starts a daemon that reports to a service manager. Returns the daemon, and the socket on which
 /// the test receives the reports.
 fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
+    watched_with(vms, |_| ())
+}
+
+/// Starts a daemon as [`watched`] does, after a call of `prepare` with the path of the socket.
+fn watched_with(
+    vms: &[(&str, Option<&str>)],
+    prepare: impl FnOnce(&Path),
+) -> (Daemon, UnixDatagram) {
     let mut manager = None;
     let daemon = Daemon::with_environment(vms, |directory| {
         let path = directory.join("notify");
@@ -27,6 +36,7 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
         socket
             .set_read_timeout(Some(crate::common::TIMEOUT))
             .expect("cannot set the socket's time-out");
+        prepare(&path);
         manager = Some(socket);
         vec![
             ("NOTIFY_SOCKET".into(), path.display().to_string()),
@@ -83,6 +93,36 @@ fn the_service_manager_is_notified_of_start_progress_and_stop() {
     daemon.terminate();
     let last = manager.join().expect("the daemon sent no other message");
     assert_eq!(last.as_deref(), Some("STOPPING=1"));
+}
+
+/// A signal, such as that for a reload, interrupts the daemon while it waits for room in the service
+/// manager's queue. The daemon must send READY=1 nevertheless, because it sends this message once.
+#[test]
+fn a_signal_does_not_lose_the_message_that_the_daemon_is_ready() {
+    let (mut daemon, manager) = watched_with(&[("a", None)], |path| {
+        let sender = UnixDatagram::unbound().expect("cannot create a socket");
+        sender
+            .set_nonblocking(true)
+            .expect("cannot make the socket non-blocking");
+        while sender.send_to(b"x", path).is_ok() {}
+    });
+    // proc_pid_syscall(5): the number of the system call in which the main thread waits, and its
+    // arguments. The third one is the length of the message.
+    let call = libc::SYS_write.to_string();
+    let length = format!("{:#x}", "READY=1".len());
+    let pid = daemon.pid();
+    daemon.until("the daemon waits for room in the queue", || {
+        let found = std::fs::read_to_string(format!("/proc/{pid}/syscall"))
+            .expect("cannot read the system call of the daemon");
+        let words: Vec<&str> = found.split_whitespace().collect();
+        words[0] == call && words.get(3) == Some(&length.as_str())
+    });
+    let process = Pid::from_raw(pid as i32).expect("the process id is 0");
+    kill_process(process, Signal::HUP).expect("cannot send the signal to the daemon");
+    // A daemon that has lost READY=1 sends LIVES only.
+    let messages = std::iter::repeat_with(|| hear(&manager)).filter(|message| message != "x");
+    let first = messages.take(5).find(|message| message != LIVES);
+    assert_eq!(first.as_deref(), Some("READY=1"));
 }
 
 #[test]
