@@ -37,7 +37,7 @@ fn requests_in_flight_are_replayed_after_the_daemon_is_killed() {
         for (driver, name) in drivers.iter_mut().zip(["a", "b"]) {
             let old: Vec<(Key, u64)> = driver.index().iter().map(|(k, c)| (*k, *c)).collect();
             let stale = driver.model.counts().stale;
-            let in_flight = driver.guest.in_flight() as u64;
+            let in_flight = driver.guest.in_flight_of_generation() as u64;
             daemon.connect(driver, name);
             assert_eq!(
                 driver.model.counts().stale - stale,

@@ -424,6 +424,16 @@ impl FakeGuest {
         self.pending.len()
     }
 
+    /// Returns the number of requests without an answer that a device with another generation
+    /// answers with STALE. It answers GENERATION requests with its generation.
+    #[must_use]
+    pub fn in_flight_of_generation(&self) -> usize {
+        let requests = self.pending.values().map(|pending| &pending.request);
+        requests
+            .filter(|request| **request != Request::Generation)
+            .count()
+    }
+
     /// Returns the vhost-user front end, with which a test sends messages that QEMU would not send.
     /// Returns None while there is no connection to the daemon.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
