@@ -218,9 +218,9 @@ fn resources_of_a_connection_are_bounded() {
         descriptors <= before.descriptors + DESCRIPTORS_MAX,
         "a connection used more than {DESCRIPTORS_MAX} descriptors: {before:?} became {most:?}"
     );
-    assert_eq!(
-        descriptors,
-        before.descriptors + DESCRIPTORS_MAX,
+    // A client that read the size of the pool may have been counted before, and has left since.
+    assert!(
+        descriptors + CLIENT_DESCRIPTORS >= before.descriptors + DESCRIPTORS_MAX,
         "the connection uses fewer descriptors than DESCRIPTORS_MAX, so that bound is too high"
     );
     assert!(

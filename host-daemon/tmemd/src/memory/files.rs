@@ -8,6 +8,7 @@
 
 use rustix::fs::fstat;
 use std::fs::File;
+use std::mem;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Maximum number of files of a VM whose descriptors are kept. QEMU has one file for each NUMA node.
@@ -57,15 +58,20 @@ impl GuestFiles {
     /// identities. Closes all files if they are too many.
     pub fn keep(&self, regions: impl Iterator<Item = Option<FileId>> + Clone) {
         let mut files = self.lock();
-        files
-            .open
-            .retain(|(id, _)| regions.clone().any(|region| region == Some(*id)));
+        let is_used = |(id, _): &(FileId, File)| regions.clone().any(|region| region == Some(*id));
+        let (used, mut closed): (Vec<_>, Vec<_>) =
+            mem::take(&mut files.open).into_iter().partition(is_used);
+        files.open = used;
         let is_open = |region: Option<FileId>| files.open.iter().any(|(id, _)| Some(*id) == region);
         let are_all = files.open.len() <= FILES_MAX && regions.clone().all(is_open);
         files.are_all = are_all && regions.count() > 0;
         if !files.are_all {
-            files.open.clear();
+            closed.append(&mut files.open);
         }
+        // The last descriptor of a file frees its memory, which takes seconds for a large file.
+        // Clients that read the statistics wait for the lock.
+        drop(files);
+        drop(closed);
     }
 
     /// Returns the bytes that the host has allocated for the files; None if that is unknown.

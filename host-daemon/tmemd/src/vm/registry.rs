@@ -130,6 +130,12 @@ fn reserve_refused(error: &AdmissionError) -> Refused {
     Refused::Quota(reserve_text(error.reserve_bytes, error.available_bytes))
 }
 
+fn too_many() -> Refused {
+    Refused::Vm(format!(
+        "there are {VMS_MAX} VMs already, and no more are served"
+    ))
+}
+
 impl Registry {
     /// Creates a registry without VMs.
     ///
@@ -384,9 +390,7 @@ impl Registry {
     /// Checks that another VM can be served, and that no VM has its name or its socket.
     fn check_new(members: &Members, config: &VmConfig) -> Result<(), Refused> {
         if members.list.len() >= VMS_MAX {
-            return Err(Refused::Vm(format!(
-                "there are {VMS_MAX} VMs already, and no more are served"
-            )));
+            return Err(too_many());
         }
         for other in &members.list {
             let name = other.vm.name();
@@ -716,6 +720,10 @@ impl Registry {
         let mut members = self.lock();
         let (mut created, mut refused) = (Vec::new(), Vec::new());
         for config in new_vms {
+            if members.list.len() + created.len() >= VMS_MAX {
+                refused.push((config.name.clone(), too_many()));
+                continue;
+            }
             match self.create_configured(&mut members, config) {
                 Ok(member) => created.push((member, config.quota)),
                 Err(reason) => refused.push((config.name.clone(), reason)),
