@@ -131,7 +131,7 @@ void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr)
 }
 
 /**
- * tmem_area_erase() - erase the records of all blocks that a range touches, in all areas
+ * tmem_area_erase() - erase all blocks that a range touches, in all areas: records, then index
  * @disk: the disk
  * @sector: first sector, on the whole disk
  * @nr: number of sectors
@@ -165,7 +165,7 @@ bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr)
 	return touched;
 }
 
-/* Ends the interval of all areas that a range touches, and erases the records of its blocks. */
+/* Ends the interval of all areas that a range touches, and erases its blocks. */
 static bool end_interval(const struct gendisk *disk, sector_t sector, sector_t nr, bool for_good)
 {
 	struct tmem_area *area;

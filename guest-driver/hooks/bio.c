@@ -375,7 +375,7 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 {
 	struct bio *bio = t->bio, *parent;
 
-	if (t->write && is_failure(bio->bi_status))
+	if (t->write && !t->at && is_failure(bio->bi_status))
 		tmem_area_failed(t->disk, 0, WHOLE_DISK);
 	if (t->whole) {
 		tmem_area_erase(t->disk, t->sector, t->nr);

@@ -297,7 +297,8 @@ struct tmem_target {
 	/*
 	 * Returns whether the replacement handles a call with these arguments. Runs in any context.
 	 * If it is NULL, the replacement handles all calls. A task inside a replacement keeps the
-	 * module loaded, so calls that may wait for a server must not be replaced.
+	 * module loaded, so calls that may wait for a server must not be replaced. submit_bio() is
+	 * an exception: it waits for the disk, and unloading waits for the bios anyway.
 	 */
 	bool (*wanted)(struct tmem_args *args);
 	/*
