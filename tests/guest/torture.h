@@ -145,6 +145,7 @@ size_t resident_pages(int fd, size_t size);
 /* torture_env.c */
 bool write_text(const char *path, const char *text);
 void drop_caches(int what);
+void empty_lru_lists(void);
 void settle(void);
 void evict(struct worker *w, int what);
 void pressure(struct shared *shared, struct rng *rng);

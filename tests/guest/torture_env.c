@@ -87,6 +87,21 @@ void drop_caches(int what)
 	}
 }
 
+/*
+ * Each processor has a list of new pages with references to them, so that drop_caches cannot drop
+ * these pages. Every kernel empties the lists before it compacts memory, but not every kernel does
+ * so before it drops caches.
+ */
+void empty_lru_lists(void)
+{
+	if (!write_text("/proc/sys/vm/compact_memory", "1")) {
+		printf("TORTURE ERROR: cannot write /proc/sys/vm/compact_memory: %s: run as root "
+		       "on a kernel with CONFIG_COMPACTION\n", strerror(errno));
+		fflush(stdout);
+		_exit(2);
+	}
+}
+
 void evict(struct worker *w, int what)
 {
 	int fd = open(w->opt->dir, O_RDONLY | O_DIRECTORY);
@@ -263,6 +278,7 @@ static void swap_start(struct worker *w)
 	/*
 	 * Drop the cached pages of the file: they would stay cached and old even in a stock kernel.
 	 */
+	empty_lru_lists();
 	drop_caches(1);
 	w->swap_checked = resident_pages(fd, SWAP_BYTES) == 0;
 	close(fd);

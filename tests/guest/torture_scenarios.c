@@ -39,13 +39,7 @@ static void evict_all(struct worker *w, struct file *f)
 		settle();
 		if (!resident_pages(f->fd, f->size))
 			return;
-		/*
-		 * Each processor has a list of new pages with references to them, so that
-		 * drop_caches cannot drop these pages. Every kernel empties the lists before it
-		 * compacts memory, but not every kernel does so before it drops caches.
-		 */
-		if (!write_text("/proc/sys/vm/compact_memory", "1"))
-			fail(w, f, "compact_memory");
+		empty_lru_lists();
 	}
 	errno = EBUSY;
 	fail(w, f, "pages stayed in the page cache, so the scenario would test nothing");
