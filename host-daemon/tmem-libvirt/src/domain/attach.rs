@@ -10,7 +10,7 @@ use super::edit::{self, Splice, apply, child, children, escape, find, indent_wit
 use super::error::Error;
 use super::names::{CACHE_NAMESPACE, DEVICE, QEMU_NAMESPACE, SOCKET_DIRECTORY, UNDO_NAMESPACE};
 use super::pci::free_address;
-use super::read::check_supported;
+use super::read::{BALLOON, REPORTING, check_reporting, check_supported};
 use super::read::{
     CHARDEV_ID, Domain, RETAIN, argument_nodes, attached_arguments, property, qemu_arguments,
 };
@@ -62,6 +62,7 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     }
     let mut edit = Edit::new(text)?;
     edit.set_memory()?;
+    edit.set_balloon()?;
     if let Some(emulator) = &options.emulator {
         edit.set_emulator(emulator)?;
     }
@@ -219,6 +220,41 @@ impl Edit {
         self.set("memoryBacking/source", Some("type"), "memfd")?;
         self.ensure("memoryBacking/access", &[], "<access mode='shared'/>")?;
         self.set("memoryBacking/access", Some("mode"), "shared")
+    }
+
+    /// Makes the guest return memory that it frees to the host (free page reporting of the balloon),
+    /// unless that is impossible. Values that the domain has already stay.
+    fn set_balloon(&mut self) -> Result<(), Error> {
+        if check_reporting(Document::parse(&self.text)?.root_element()).is_err() {
+            // The domain may have had the reporting until a user changed it.
+            let is_ours =
+                |change: &Change| matches!(change, Change::Added { path, .. } if path == BALLOON);
+            for change in self.changes.extract_if(.., |change| is_ours(change)) {
+                self.text = undo::revert(&self.text, &change)?;
+            }
+            return Ok(());
+        }
+        // autodeflate: if an operator has inflated the balloon, the guest takes memory back before it
+        // runs out of memory.
+        for name in ["autodeflate", REPORTING] {
+            let document = Document::parse(&self.text)?;
+            let balloon = find(document.root_element(), BALLOON);
+            let is_off = |node: &Node<'_, '_>| {
+                let value = node.attribute(REPORTING);
+                value.is_some_and(|value| value != "on")
+            };
+            let balloon = balloon.filter(|node| !node.has_attribute(name) && !is_off(node));
+            let Some(balloon) = balloon else {
+                continue;
+            };
+            self.text = apply(&self.text, vec![edit::add_attribute(balloon, name, "on")]);
+            self.changes.push(Change::Added {
+                path: BALLOON.into(),
+                attribute: name.into(),
+                value: "on".into(),
+            });
+        }
+        Ok(())
     }
 
     fn set_emulator(&mut self, path: &str) -> Result<(), Error> {

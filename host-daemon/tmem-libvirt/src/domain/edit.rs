@@ -5,7 +5,7 @@
 //! element, they remove that line break and those blanks, too.
 
 use super::names::QEMU_NAMESPACE;
-use roxmltree::Node;
+use roxmltree::{Attribute, Node};
 use std::ops::Range;
 
 /// Number of blanks by which libvirt indents each level of a domain's XML.
@@ -112,6 +112,26 @@ pub fn remove(node: Node<'_, '_>) -> Splice {
     let line = before.trim_end_matches([' ', '\t']);
     let line = line.strip_suffix('\n').unwrap_or(line);
     Splice(line.len()..node.range().end, String::new())
+}
+
+/// Adds an attribute to the element `node`, before its other attributes.
+pub fn add_attribute(node: Node<'_, '_>, name: &str, value: &str) -> Splice {
+    let start = node.range().start;
+    let text = &node.document().input_text()[start..];
+    let end = |c: char| c.is_whitespace() || c == '/' || c == '>';
+    let at = start + text.find(end).unwrap_or(text.len());
+    Splice(at..at, format!(" {name}='{}'", escape(value)))
+}
+
+/// Removes an attribute, with the blank before it.
+pub fn remove_attribute(text: &str, attribute: &Attribute<'_, '_>) -> Splice {
+    let range = attribute.range();
+    let before = &text[..range.start];
+    let blank = before.chars().next_back().filter(|c| c.is_whitespace());
+    Splice(
+        range.start - blank.map_or(0, char::len_utf8)..range.end,
+        String::new(),
+    )
 }
 
 /// Returns true if the element `node` contains nothing or only white space.

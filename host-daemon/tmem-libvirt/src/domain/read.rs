@@ -17,6 +17,13 @@ pub(crate) const CHARDEV_ID: &str = "virtio-tmem";
 /// pool).
 pub(crate) const RETAIN: &str = "retain";
 
+/// Path of the balloon in a domain's XML.
+pub(crate) const BALLOON: &str = "devices/memballoon";
+
+/// Attribute of the balloon that turns free page reporting on: the guest returns memory that it
+/// frees to the host.
+pub(crate) const REPORTING: &str = "freePageReporting";
+
 /// The settings in a domain's XML that virtio-tmem uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Domain {
@@ -38,6 +45,9 @@ pub struct Domain {
     pub acpi: bool,
     /// Ok if the daemon can map the VM's memory. Otherwise the error gives the reason.
     pub memory: Result<(), Error>,
+    /// Ok if memory that the guest frees returns to the host (free page reporting). Otherwise the
+    /// error gives the reason.
+    pub reporting: Result<(), Error>,
     /// Bytes that the guest may take from the host's available memory. The value is 0 if the
     /// guest's memory consists of huge pages, because the host sets these aside in advance.
     pub host_memory_bytes: u64,
@@ -88,6 +98,7 @@ impl Domain {
             user: user(root),
             acpi: find(root, "features/acpi").is_some(),
             memory: check_memory(root),
+            reporting: check_reporting(root).and_then(|()| reporting(root)),
             host_memory_bytes: host_memory_bytes(root),
             memory_max_bytes: size(root, "maxMemory").or_else(|| size(root, "memory")),
         })
@@ -192,6 +203,50 @@ fn check_memory(root: Node<'_, '_>) -> Result<(), Error> {
         }
     }
     check_supported(root)
+}
+
+/// Checks that free page reporting can return memory to the host. QEMU ignores reports, without a
+/// message, while it has a VFIO or vhost-vdpa device. With huge pages, a page that QEMU returned may
+/// be missing when the guest needs it again, and QEMU is then killed.
+pub(crate) fn check_reporting(root: Node<'_, '_>) -> Result<(), Error> {
+    let no = |reason: &str| {
+        Err(Error(format!(
+            "the guest returns no memory to the host: {reason}"
+        )))
+    };
+    let balloon = find(root, BALLOON);
+    let model = balloon.and_then(|node| node.attribute("model"));
+    if !model.is_some_and(|model| model.starts_with("virtio")) {
+        return no("the domain has no <memballoon model='virtio'/>");
+    }
+    if find(root, "memoryBacking/hugepages").is_some() {
+        return no("its memory consists of huge pages");
+    }
+    let devices = child(root, "devices")
+        .into_iter()
+        .flat_map(|devices| devices.children());
+    let is_vfio = |node: &Node<'_, '_>| match (node.tag_name().name(), node.attribute("type")) {
+        ("hostdev", kind) => matches!(kind, Some("pci" | "mdev")),
+        ("interface", kind) => matches!(kind, Some("hostdev" | "vdpa")),
+        ("disk", kind) => kind == Some("vhostvdpa"),
+        _ => false,
+    };
+    match devices.into_iter().any(|node| is_vfio(&node)) {
+        true => no("QEMU keeps it for a VFIO or vhost-vdpa device"),
+        false => Ok(()),
+    }
+}
+
+/// Checks that the domain's balloon has free page reporting.
+fn reporting(root: Node<'_, '_>) -> Result<(), Error> {
+    let balloon = find(root, BALLOON);
+    match balloon.and_then(|node| node.attribute(REPORTING)) {
+        Some("on") => Ok(()),
+        _ => Err(Error(format!(
+            "the guest returns no memory to the host: <memballoon> has no {REPORTING}='on'; run \
+             tmemctl attach, which adds it unless it is 'off'"
+        ))),
+    }
 }
 
 /// Returns the size of the domain's `currentMemory` in bytes, or of its `memory` if it has no

@@ -3,8 +3,8 @@
 //! detach reverts only the recorded changes.
 //!
 //! detach keeps changes that a user or a program made after attach. It does not remove an element
-//! that attach added if the element has contents by now. It does not replace a value that attach
-//! set if the value was changed later.
+//! that attach added if the element has contents by now. It does not replace or remove a value that
+//! attach set if the value was changed later.
 
 use super::edit::{self, Splice, apply, escape};
 use super::error::Error;
@@ -28,6 +28,12 @@ pub enum Change {
         old: String,
         new: String,
     },
+    /// attach added the attribute to the element at this path, which did not have it.
+    Added {
+        path: String,
+        attribute: String,
+        value: String,
+    },
 }
 
 /// Returns the record of changes as an XML element, indented by `indent` blanks.
@@ -50,6 +56,16 @@ pub fn write(changes: &[Change], indent: usize) -> String {
                     "<{PREFIX}:was path=\"{path}\"{attribute} new=\"{new}\">{old}</{PREFIX}:was>"
                 )
             }
+            Change::Added {
+                path,
+                attribute,
+                value,
+            } => {
+                let value = escape(value);
+                format!(
+                    "<{PREFIX}:added path=\"{path}\" attribute=\"{attribute}\" value=\"{value}\"/>"
+                )
+            }
         };
     }
     text + &format!("\n{:indent$}</{PREFIX}:undo>", "")
@@ -70,6 +86,11 @@ pub fn read(record: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
                     attribute: element.attribute("attribute").map(Into::into),
                     old: element.text().unwrap_or("").into(),
                     new: element.attribute("new").unwrap_or("").into(),
+                }),
+                "added" => Ok(Change::Added {
+                    path,
+                    attribute: element.attribute("attribute").unwrap_or("").into(),
+                    value: element.attribute("value").unwrap_or("").into(),
                 }),
                 name => Err(Error(format!(
                     "the record of attach's changes in the domain's metadata contains <{name}>, which this \
@@ -96,6 +117,16 @@ pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
             new,
         } => match find(path).and_then(|node| value(node, attribute.as_deref())) {
             Some((place, now)) if now == *new => vec![Splice(place, old.clone())],
+            _ => vec![],
+        },
+        Change::Added {
+            path,
+            attribute,
+            value,
+        } => match find(path).and_then(|node| node.attribute_node(attribute.as_str())) {
+            Some(present) if present.value() == value => {
+                vec![edit::remove_attribute(text, &present)]
+            }
             _ => vec![],
         },
     };

@@ -65,6 +65,23 @@ struct Made {
     slots: Vec<u8>,
 }
 
+/// Generates the balloon, or no balloon, at random.
+fn balloon(rng: &mut fastrand::Rng) -> &'static str {
+    choose(
+        rng,
+        &[
+            "",
+            "<memballoon model='none'/>",
+            "<memballoon model='virtio'/>",
+            "<memballoon\n model = \"virtio\" ></memballoon>",
+            "<memballoon model='virtio-non-transitional' autodeflate='off'>\
+             <stats period='10'/></memballoon>",
+            "<memballoon freePageReporting='off' model='virtio'/>",
+            "<memballoon model='virtio' freePageReporting='on' note='a>b'/>",
+        ],
+    )
+}
+
 fn memory_backing(rng: &mut fastrand::Rng) -> String {
     let source = choose(
         rng,
@@ -146,6 +163,7 @@ fn domain(rng: &mut fastrand::Rng) -> Made {
         devices += &filler(rng);
         devices += &device(rng, &mut slots);
     }
+    devices += balloon(rng);
     let metadata = match rng.u8(..4) {
         0 => String::new(),
         1 => "<metadata/>".into(),
@@ -262,6 +280,19 @@ fn check(seed: u64) {
     if options.emulator.is_some() {
         assert_eq!(read.emulator, options.emulator);
     }
+    // The guest returns free memory, if it can and the domain does not say otherwise.
+    let cannot = [
+        "<hugepages/>",
+        "<hostdev",
+        "model='none'",
+        "freePageReporting='off'",
+    ];
+    let can =
+        made.text.contains("<memballoon") && !cannot.iter().any(|part| made.text.contains(part));
+    let has = made.text.contains("freePageReporting='on'");
+    assert_eq!(attached.contains("freePageReporting='on'"), can || has);
+    assert_eq!(read.reporting.is_ok(), can);
+
     let slot = attached
         .split("bus=pcie.0,addr=0x")
         .nth(1)

@@ -72,6 +72,99 @@ fn unsupported_domains_are_refused_with_a_reason() {
     );
 }
 
+/// attach adds free page reporting where QEMU can return memory. If the domain is changed so that
+/// QEMU cannot, a later attach removes what the first one added.
+#[test]
+fn attach_adds_and_removes_free_page_reporting() {
+    let with = |balloon: &str, rest: &str, backing: &str| {
+        let devices = format!("  <devices>\n    {balloon}\n    {rest}\n  </devices>\n");
+        domain(&format!("{backing}{devices}"))
+    };
+    let virtio = "<memballoon model='virtio'/>";
+    let added = "<memballoon freePageReporting='on' autodeflate='on' model='virtio'/>";
+    let huge = "  <memoryBacking><hugepages/></memoryBacking>\n";
+    let attach = |text: &str| attach(text, &Options::default()).expect("the domain was refused");
+    for (balloon, rest, backing, expected) in [
+        (virtio, "", "", Ok(added)),
+        ("<memballoon model='none'/>", "", "", Err("no <memballoon")),
+        ("", "", "", Err("no <memballoon")),
+        (virtio, "", huge, Err("huge pages")),
+        (
+            virtio,
+            "<hostdev mode='subsystem' type='pci'/>",
+            "",
+            Err("VFIO"),
+        ),
+        (
+            virtio,
+            "<hostdev mode='subsystem' type='mdev'/>",
+            "",
+            Err("VFIO"),
+        ),
+        (
+            virtio,
+            "<hostdev mode='subsystem' type='usb'/>",
+            "",
+            Ok(added),
+        ),
+        (virtio, "<interface type='hostdev'/>", "", Err("VFIO")),
+        (virtio, "<interface type='vdpa'/>", "", Err("VFIO")),
+        (virtio, "<disk type='vhostvdpa'/>", "", Err("VFIO")),
+        (
+            "<memballoon model='virtio' freePageReporting='off'/>",
+            "",
+            "",
+            Err("unless it is 'off'"),
+        ),
+    ] {
+        let before = with(balloon, rest, backing);
+        let after = attach(&before);
+        let reporting = Domain::parse(&after)
+            .expect("the domain is not valid")
+            .reporting;
+        match expected {
+            Ok(added) => {
+                assert!(after.contains(added), "{after}");
+                assert_eq!(reporting, Ok(()));
+                assert_eq!(detach(&after).as_ref(), Ok(&before));
+            }
+            Err(reason) => {
+                assert!(!after.contains("='on'"), "{after}");
+                let error = reporting.expect_err("the domain returns memory").0;
+                assert!(
+                    error.contains(reason),
+                    "{error} does not contain {reason:?}"
+                );
+            }
+        }
+    }
+    // libvirt writes the attributes in an order of its own, and adds the address.
+    let before = with(virtio, "", "");
+    let rewritten = "<memballoon model='virtio' autodeflate='on' freePageReporting='on'>\n      \
+                     <address type='pci' slot='0x06'/>\n    </memballoon>";
+    let after = attach(&before).replace(added, rewritten);
+    assert_eq!(attach(&after), after, "a second attach changes the domain");
+    let detached = detach(&after).expect("cannot detach the device");
+    assert!(
+        detached.contains("<memballoon model='virtio'>\n"),
+        "{detached}"
+    );
+    // The user has turned it off after attach.
+    let off = after.replace("freePageReporting='on'", "freePageReporting='off'");
+    let detached = detach(&off).expect("cannot detach the device");
+    assert!(
+        detached.contains("<memballoon model='virtio' freePageReporting='off'>\n"),
+        "{detached}"
+    );
+    // The user has given the domain huge pages after attach.
+    let huge = attach(&before).replace("<memoryBacking>", "<memoryBacking><hugepages/>");
+    let again = attach(&huge);
+    assert!(
+        again.contains(virtio) && !again.contains("tmem-undo:added"),
+        "{again}"
+    );
+}
+
 #[test]
 fn memory_that_the_daemon_cannot_map_is_reported_with_the_remedy() {
     for (backing, part) in [
