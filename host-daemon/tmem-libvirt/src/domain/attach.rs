@@ -223,7 +223,7 @@ impl Edit {
     }
 
     /// Makes the guest return memory that it frees to the host (free page reporting of the balloon),
-    /// unless that is impossible. Values that the domain has already stay.
+    /// unless that is impossible or switched off. Values that the domain has already stay.
     fn set_balloon(&mut self) -> Result<(), Error> {
         if check_reporting(Document::parse(&self.text)?.root_element()).is_err() {
             // The domain may have had the reporting until a user changed it.
@@ -239,11 +239,7 @@ impl Edit {
         for name in ["autodeflate", REPORTING] {
             let document = Document::parse(&self.text)?;
             let balloon = find(document.root_element(), BALLOON);
-            let is_off = |node: &Node<'_, '_>| {
-                let value = node.attribute(REPORTING);
-                value.is_some_and(|value| value != "on")
-            };
-            let balloon = balloon.filter(|node| !node.has_attribute(name) && !is_off(node));
+            let balloon = balloon.filter(|node| !node.has_attribute(name));
             let Some(balloon) = balloon else {
                 continue;
             };

@@ -45,9 +45,9 @@ pub struct Domain {
     pub acpi: bool,
     /// Ok if the daemon can map the VM's memory. Otherwise the error gives the reason.
     pub memory: Result<(), Error>,
-    /// Ok if memory that the guest frees returns to the host (free page reporting). Otherwise the
-    /// error gives the reason.
-    pub reporting: Result<(), Error>,
+    /// Whether memory that the guest frees returns to the host (free page reporting). An error gives
+    /// the reason why that is impossible or switched off.
+    pub reporting: Result<bool, Error>,
     /// Bytes that the guest may take from the host's available memory. The value is 0 if the
     /// guest's memory consists of huge pages, because the host sets these aside in advance.
     pub host_memory_bytes: u64,
@@ -98,7 +98,7 @@ impl Domain {
             user: user(root),
             acpi: find(root, "features/acpi").is_some(),
             memory: check_memory(root),
-            reporting: check_reporting(root).and_then(|()| reporting(root)),
+            reporting: check_reporting(root).map(|()| has_reporting(root)),
             host_memory_bytes: host_memory_bytes(root),
             memory_max_bytes: size(root, "maxMemory").or_else(|| size(root, "memory")),
         })
@@ -205,7 +205,7 @@ fn check_memory(root: Node<'_, '_>) -> Result<(), Error> {
     check_supported(root)
 }
 
-/// Checks that free page reporting can return memory to the host. QEMU ignores reports, without a
+/// Checks that free page reporting can return memory to the host, and is not switched off. QEMU ignores reports, without a
 /// message, while it has a VFIO or vhost-vdpa device. With huge pages, a page that QEMU returned may
 /// be missing when the guest needs it again, and QEMU is then killed.
 pub(crate) fn check_reporting(root: Node<'_, '_>) -> Result<(), Error> {
@@ -218,6 +218,10 @@ pub(crate) fn check_reporting(root: Node<'_, '_>) -> Result<(), Error> {
     let model = balloon.and_then(|node| node.attribute("model"));
     if !model.is_some_and(|model| model.starts_with("virtio")) {
         return no("the domain has no <memballoon model='virtio'/>");
+    }
+    let has = balloon.and_then(|node| node.attribute(REPORTING));
+    if has.is_some_and(|has| has != "on") {
+        return no("its <memballoon> has freePageReporting='off'");
     }
     if find(root, "memoryBacking/hugepages").is_some() {
         return no("its memory consists of huge pages");
@@ -237,16 +241,10 @@ pub(crate) fn check_reporting(root: Node<'_, '_>) -> Result<(), Error> {
     }
 }
 
-/// Checks that the domain's balloon has free page reporting.
-fn reporting(root: Node<'_, '_>) -> Result<(), Error> {
+/// Returns true if the domain's balloon has free page reporting.
+fn has_reporting(root: Node<'_, '_>) -> bool {
     let balloon = find(root, BALLOON);
-    match balloon.and_then(|node| node.attribute(REPORTING)) {
-        Some("on") => Ok(()),
-        _ => Err(Error(format!(
-            "the guest returns no memory to the host: <memballoon> has no {REPORTING}='on'; run \
-             tmemctl attach, which adds it unless it is 'off'"
-        ))),
-    }
+    balloon.and_then(|node| node.attribute(REPORTING)) == Some("on")
 }
 
 /// Returns the size of the domain's `currentMemory` in bytes, or of its `memory` if it has no

@@ -114,7 +114,7 @@ fn attach_adds_and_removes_free_page_reporting() {
             "<memballoon model='virtio' freePageReporting='off'/>",
             "",
             "",
-            Err("unless it is 'off'"),
+            Err("has freePageReporting='off'"),
         ),
     ] {
         let before = with(balloon, rest, backing);
@@ -125,7 +125,7 @@ fn attach_adds_and_removes_free_page_reporting() {
         match expected {
             Ok(added) => {
                 assert!(after.contains(added), "{after}");
-                assert_eq!(reporting, Ok(()));
+                assert_eq!(reporting, Ok(true));
                 assert_eq!(detach(&after).as_ref(), Ok(&before));
             }
             Err(reason) => {

@@ -105,6 +105,16 @@ fn check_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             &format!("{attach}, and restart the domain"),
         ),
     });
+    let check = Check::new("returns-memory", name);
+    findings.push(match &domain.reporting {
+        Ok(true) => check.good("the guest returns memory that it frees"),
+        Ok(false) => check.warning(
+            "the guest does not return memory that it frees: its balloon has no freePageReporting",
+            &format!("{attach}, and restart the domain"),
+        ),
+        // It is a property of the domain or a decision of its owner.
+        Err(error) => check.good(error.0.clone()),
+    });
     if let Some(Err(error)) = &domain.cache {
         let remedy = format!("tmemctl quota {name}, with valid values");
         findings.push(Check::new("quota", name).fault(error.0.clone(), &remedy));
@@ -270,6 +280,25 @@ mod tests {
         let without = format!("{}{}", &xml[..cut], &xml[end..]);
         assert_eq!(faults_with(&without, Some(vms), Ok(true)), ["device"]);
         assert_eq!(faults_with("<domain>", Some(vms), Ok(true)), ["domain"]);
+    }
+
+    #[test]
+    fn doctor_warns_of_a_guest_that_could_return_memory() {
+        let state = |balloon: &str| {
+            let xml = attached().replace("<devices>", &format!("<devices>{balloon}"));
+            assert!(xml.contains(balloon));
+            let found = check_domain(&xml, true, None);
+            let of_check = found
+                .iter()
+                .find(|finding| finding.check == "returns-memory");
+            of_check.expect("the check has no finding").state
+        };
+        assert_eq!(state(""), State::Good);
+        assert_eq!(state("<memballoon model='none'/>"), State::Good);
+        assert_eq!(state("<memballoon model='virtio'/>"), State::Warning);
+        let with = |value| format!("<memballoon model='virtio' freePageReporting='{value}'/>");
+        assert_eq!(state(&with("on")), State::Good);
+        assert_eq!(state(&with("off")), State::Good);
     }
 
     #[test]
