@@ -7,10 +7,16 @@ use crate::emulator::{self, Emulator};
 use crate::exit::{Code, Failure};
 use crate::libvirt::is_local;
 use crate::reach::{Reach, within_timeout};
+use crate::table::size;
 use std::path::Path;
 use tmem_control as api;
 use tmem_libvirt::domain::Domain;
 use virt::connect::Connect;
+use virt::sys;
+
+/// Free memory of a guest that may be on the host without a warning: memory that the guest frees and
+/// uses again all the time, and blocks that are too small to be reported.
+const KEPT_BYTES_MIN: i64 = 256 << 20;
 
 /// Checks all domains of the libvirt at `uri`. `served` are the VMs that the daemon serves;
 /// `retains` is true if the daemon supports retained pages. Both are None if the daemon does not
@@ -43,27 +49,74 @@ pub fn findings(
         ask: &|emulator| emulator::ask(emulator, limit),
     };
     let host = is_local(uri).then_some(&host);
-    for (xml, active) in domains {
-        findings.extend(super::installation::huge_pages(&xml, active, root));
-        findings.extend(check_domain(&xml, active, host));
+    for seen in domains {
+        findings.extend(super::installation::huge_pages(&seen.xml, seen.active, root));
+        findings.extend(check_domain(&seen, host));
     }
     findings
 }
 
-/// Returns the XML of each domain, and true if the domain runs.
-fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
+/// What libvirt says of a domain.
+struct Seen {
+    xml: String,
+    /// True if the domain runs.
+    active: bool,
+    /// Free memory of the guest by the balloon's statistics; None if these are not collected.
+    free_bytes: Option<u64>,
+}
+
+fn read(uri: &str) -> Result<Vec<Seen>, Failure> {
     virt::error::clear_error_callback();
     let domains = Connect::open_read_only(Some(uri)).and_then(|connection| {
         let domains = connection.list_all_domains(0)?;
         // A domain that was removed after libvirt listed it cannot be read, and is skipped.
         let read = |domain: &virt::domain::Domain| {
-            Some((domain.get_xml_desc(0).ok()?, domain.is_active().ok()?))
+            let active = domain.is_active().ok()?;
+            Some(Seen {
+                xml: domain.get_xml_desc(0).ok()?,
+                active,
+                free_bytes: active.then(|| free_bytes(domain)).flatten(),
+            })
         };
         Ok(domains.iter().filter_map(read).collect())
     });
     domains.map_err(|error| {
         let what = format!("libvirt at {uri} does not answer: {}", error.message());
         Failure(what, Code::Unreachable)
+    })
+}
+
+/// Returns the free memory of a running guest, which its balloon reports if the domain has a period
+/// for the balloon's statistics.
+fn free_bytes(domain: &virt::domain::Domain) -> Option<u64> {
+    let statistics = domain.memory_stats(0).ok()?;
+    let value = |tag| Some(statistics.iter().find(|each| each.tag == tag)?.val);
+    value(sys::VIR_DOMAIN_MEMORY_STAT_LAST_UPDATE).filter(|&second| second > 0)?;
+    value(sys::VIR_DOMAIN_MEMORY_STAT_UNUSED)?.checked_mul(1024)
+}
+
+/// Checks that the memory that a guest has freed is not on the host any more.
+///
+/// QEMU and the guest do not say when they keep it: without support in the guest's kernel, during a
+/// post-copy migration, after a migration (which makes all memory resident, and the guest reports a
+/// page only once), or if the guest fills free pages with a pattern.
+fn check_returned(name: &str, vm: &api::Vm, free_bytes: u64) -> Option<Finding> {
+    let check = Check::new("freed-memory", name);
+    let (memory, resident) = (vm.memory_bytes?, vm.memory_resident_bytes?);
+    let free = i64::try_from(free_bytes).ok()?.min(memory);
+    let kept = (resident - (memory - free)).max(0);
+    Some(if kept > (free / 2).max(KEPT_BYTES_MIN) {
+        check.warning(
+            format!(
+                "the guest has {} of free memory, and {} of it are still on the host",
+                size(free),
+                size(kept)
+            ),
+            "shut the domain down and start it if it was migrated; otherwise see docs/libvirt.md, \
+             \"Memory that the guest frees\"",
+        )
+    } else {
+        check.good("the guest has returned the memory that it freed")
     })
 }
 
@@ -78,8 +131,8 @@ struct Host<'a> {
 }
 
 /// Checks one domain. `host` is None if the domain belongs to a libvirt on another host.
-fn check_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
-    let domain = match Domain::parse(xml) {
+fn check_domain(seen: &Seen, host: Option<&Host>) -> Vec<Finding> {
+    let domain = match Domain::parse(&seen.xml) {
         Ok(domain) => domain,
         Err(error) => {
             let remedy = "virsh edit the domain: its XML cannot be read";
@@ -105,7 +158,7 @@ fn check_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             &format!("{attach}, and restart the domain"),
         ),
     });
-    let check = Check::new("returns-memory", name);
+    let check = Check::new("free-page-reporting", name);
     findings.push(match &domain.reporting {
         Ok(true) => check.good("the guest returns memory that it frees"),
         Ok(false) => check.warning(
@@ -150,7 +203,7 @@ fn check_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             ),
         });
     }
-    if let (true, Some(served)) = (active, host.and_then(|host| host.served)) {
+    if let (true, Some(served)) = (seen.active, host.and_then(|host| host.served)) {
         let check = Check::new("served", name);
         let vm = served
             .iter()
@@ -169,6 +222,9 @@ fn check_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             ),
             Some(_) => check.good("the daemon serves the domain"),
         });
+        if let (Ok(true), Some(vm), Some(free)) = (&domain.reporting, vm, seen.free_bytes) {
+            findings.extend(check_returned(name, vm, free));
+        }
     }
     findings
 }
@@ -187,6 +243,14 @@ mod tests {
     fn attached() -> String {
         tmem_libvirt::domain::attach(PLAIN, &tmem_libvirt::domain::Options::default())
             .expect("cannot attach the device")
+    }
+
+    fn seen(xml: &str) -> Seen {
+        Seen {
+            xml: xml.into(),
+            active: true,
+            free_bytes: None,
+        }
     }
 
     fn served(xml: &str) -> api::Vm {
@@ -230,7 +294,7 @@ mod tests {
     }
 
     fn faults(xml: &str, host: &Host) -> Vec<&'static str> {
-        let found = check_domain(xml, true, Some(host));
+        let found = check_domain(&seen(xml), Some(host));
         let faults = found.iter().filter(|finding| finding.state == State::Fault);
         faults.map(|finding| finding.check).collect()
     }
@@ -244,7 +308,7 @@ mod tests {
             faults_with(PLAIN, Some(vms), Ok(false)).is_empty(),
             "doctor reports a fault of a domain without the device, which needs no cache"
         );
-        let elsewhere = check_domain(&xml, true, None);
+        let elsewhere = check_domain(&seen(&xml), None);
         assert!(
             elsewhere.iter().all(|finding| finding.state == State::Good),
             "doctor reports a fault of a domain on another host: {elsewhere:?}"
@@ -287,10 +351,10 @@ mod tests {
         let state = |balloon: &str| {
             let xml = attached().replace("<devices>", &format!("<devices>{balloon}"));
             assert!(xml.contains(balloon));
-            let found = check_domain(&xml, true, None);
+            let found = check_domain(&seen(&xml), None);
             let of_check = found
                 .iter()
-                .find(|finding| finding.check == "returns-memory");
+                .find(|finding| finding.check == "free-page-reporting");
             of_check.expect("the check has no finding").state
         };
         assert_eq!(state(""), State::Good);
@@ -299,6 +363,38 @@ mod tests {
         let with = |value| format!("<memballoon model='virtio' freePageReporting='{value}'/>");
         assert_eq!(state(&with("on")), State::Good);
         assert_eq!(state(&with("off")), State::Good);
+    }
+
+    #[test]
+    fn doctor_warns_of_freed_memory_that_is_still_resident() {
+        const GIB: i64 = 1 << 30;
+        let xml = attached().replace(
+            "<devices>",
+            "<devices><memballoon model='virtio' freePageReporting='on'/>",
+        );
+        let state = |resident: i64, free: Option<i64>| {
+            let mut vm = served(&xml);
+            vm.memory_bytes = Some(4 * GIB);
+            vm.memory_resident_bytes = Some(resident);
+            let host = Host {
+                served: Some(std::slice::from_ref(&vm)),
+                retains: None,
+                ask: &|_| Err(String::new()),
+            };
+            let seen = Seen {
+                free_bytes: free.map(i64::cast_unsigned),
+                ..seen(&xml)
+            };
+            let found = check_domain(&seen, Some(&host));
+            let mut found = found.iter();
+            Some(found.find(|each| each.check == "freed-memory")?.state)
+        };
+        assert_eq!(state(4 * GIB, None), None);
+        assert_eq!(state(4 * GIB, Some(3 * GIB)), Some(State::Warning));
+        assert_eq!(state(3 * GIB, Some(3 * GIB)), Some(State::Warning));
+        assert_eq!(state(2 * GIB, Some(3 * GIB)), Some(State::Good));
+        assert_eq!(state(4 * GIB, Some(KEPT_BYTES_MIN)), Some(State::Good));
+        assert_eq!(state(4 * GIB, Some(i64::MAX)), Some(State::Warning));
     }
 
     #[test]
