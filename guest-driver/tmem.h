@@ -180,7 +180,7 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
  * that takes more than D / 4 counts as slow, whether it is late or not. A read(2) of any length
  * waits for slow answers 11 D at most (220 ms unless set otherwise), and in the long run no more
  * than a fifth of its time. After that the breaker is open, and all reads go to the disk until the
- * host answers a probe within D / 4 (core/get.c).
+ * host answers a probe within D / 4 (core/breaker.c).
  *
  * A reader that must not sleep (RWF_NOWAIT, io_uring's first attempt) does not wait at all if the
  * kernel shows this to hooks/read.c. The kernel does so in the readahead that a miss starts, from

@@ -588,7 +588,7 @@ struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pag
 void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get);
 void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get);
 
-/* implemented in get.c */
+/* implemented in breaker.c */
 void tmem_breaker_trip(struct tmem_dev *dev);
 void tmem_breaker_probe(struct tmem_dev *dev);
 void tmem_breaker_reset(struct tmem_dev *dev);

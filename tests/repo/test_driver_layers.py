@@ -20,7 +20,7 @@ virtio_tmem_ioctl.h tmem.h testing.h trace.h
 core/check.h core/fallback.h core/stats_list.h core/wait.h hooks/attach.h
 core/stats.h hooks/hooks.h
 core/core.h hooks/fs.h hooks/blocks.h
-core/slot.h core/budget.h core/control.h
+core/slot.h core/budget.h core/control.h core/get.h
 core/wake.h core/leaf.h
 core/chain.h
 core/index.h
@@ -30,7 +30,9 @@ core/leaf core/policy core/bypass core/admit core/queue core/generation core/sys
 core/index core/retain core/ram core/control
 core/ring core/evict
 core/send
-core/feeder core/get core/pool core/pace
+core/feeder core/request core/pool core/pace
+core/breaker
+core/get
 core/sync
 core/transport
 hooks/super

@@ -121,9 +121,9 @@ def test_lookup_of_code_and_tests_finds_definitions_only() -> None:
     assert is_there(chain, "fill") and not is_test(chain, "fill")
     assert is_test(chain, "chains_with_loops_bad_indexes_or_bad_indirect_tables_are_refused")
     core = "guest-driver/core"
-    assert is_there(f"{core}/get.c", "take_page")
-    assert not is_there(f"{core}/get.c", "tmem_queue_drain"), (
-        "a call in get.c was taken for a definition"
+    assert is_there(f"{core}/request.c", "take_page")
+    assert not is_there(f"{core}/request.c", "tmem_send_drain"), (
+        "a call in request.c was taken for a definition"
     )
     assert not is_there(f"{core}/core.h", "tmem_queue_of"), (
         "a declaration in core.h was taken for a definition"

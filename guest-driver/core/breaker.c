@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Breaker: bounds the time that readers wait for a slow host in total.
+ *
+ * Each get has a deadline. Beyond that, the breaker opens, and the driver then requests nothing
+ * until a probe is answered quickly. The breaker opens in each of these cases:
+ * - LATE_ROW_MAX calls in a row were late.
+ * - Abandoned requests have more than half of the bounce pages at the host. A single call for a
+ *   large window can cause this.
+ * - The device does not answer a request on the control queue, and then no GENERATION request.
+ *   Without this, the state would stay "on" while no page is read and the back end is gone.
+ * - The waits of slow calls have filled a bucket. A call is slow if it waits longer than a quarter
+ *   of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
+ *   WAIT_PERIOD deadlines, but not during a slow call. Only the time until the answer counts, and
+ *   at most one deadline for each call. The time from the answer until the scheduler runs the
+ *   reader does not count, because a reader of the disk would wait for it, too.
+ *
+ * The driver does not probe before half of the bucket is empty again, because a host may answer a
+ * probe quickly and gets slowly. With the defaults, readers that come one after the other wait for
+ * a slow host for 200 ms plus one deadline in total. Beyond that, their waits take at most a fifth
+ * of their other time. Each concurrent reader adds at most one deadline.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include "../trace.h"
+#include "get.h"
+
+/* The breaker opens after this many tmem_get() calls in a row that missed the deadline. */
+#define LATE_ROW_MAX		3
+/*
+ * A tmem_get() call is slow if it waits longer for answers than the deadline divided by this
+ * number. A disk would be as fast as a slow call.
+ */
+#define SLOW_DIVISOR		4
+/*
+ * The breaker also opens when abandoned requests (not answered before the deadline) have more than
+ * 1 / KEPT_DIVISOR of the bounce pages at the host.
+ */
+#define KEPT_DIVISOR		2
+/*
+ * The breaker adds up the waits of slow calls in a leaky bucket. The bucket holds WAIT_BUDGET
+ * deadlines, and loses as much in WAIT_PERIOD deadlines.
+ */
+#define WAIT_BUDGET		10
+#define WAIT_PERIOD		50
+
+/*
+ * Returns whether abandoned requests, for whose answer no reader waits any more, have more than 1 /
+ * KEPT_DIVISOR of the bounce pages at the host.
+ */
+static bool host_keeps(struct tmem_dev *dev)
+{
+	return READ_ONCE(dev->nr_kept) > dev->nr_bounce / KEPT_DIVISOR;
+}
+
+/*
+ * Returns the fill of the breaker's bucket in ns: the waits of slow calls, minus the part that has
+ * leaked until now. The caller holds dev->get_lock.
+ */
+static u64 slow_ns(struct tmem_dev *dev)
+{
+	/*
+	 * Read the clock under the lock. Otherwise another task could meanwhile set slow_at_ns to a
+	 * time after now_ns.
+	 */
+	u64 now_ns = ktime_get_ns(), leaked_ns;
+
+	lockdep_assert_held(&dev->get_lock);
+	leaked_ns = div_u64((now_ns - dev->slow_at_ns) * WAIT_BUDGET, WAIT_PERIOD);
+	dev->slow_at_ns = now_ns;
+	dev->slow_ns -= min(dev->slow_ns, leaked_ns);
+	return dev->slow_ns;
+}
+
+/*
+ * Opens or closes the breaker, and changes the module's state, which sysfs and reports to the host
+ * show. The caller holds get_lock during both changes. Otherwise a change of the backend between
+ * them could leave a wrong state permanently.
+ */
+static void breaker_set(struct tmem_dev *dev, bool open)
+{
+	lockdep_assert_held(&dev->get_lock);
+	WRITE_ONCE(dev->tripped, open);
+	tmem_state_tripped(open);
+}
+
+static void breaker_log(bool open)
+{
+	trace_tmem_breaker(open);
+	pr_notice_ratelimited("%s\n", open ?
+			      "the host answers too late: all reads go to the disk for now" :
+			      "the host answers in time again: reads use the cache again");
+}
+
+static bool may_probe(struct tmem_dev *dev)
+{
+	bool may;
+
+	spin_lock_irq(&dev->get_lock);
+	may = dev->tripped && !host_keeps(dev) &&
+	      slow_ns(dev) <= tmem_get_span_ns() * WAIT_BUDGET / 2;
+	spin_unlock_irq(&dev->get_lock);
+	return may;
+}
+
+/* Closes the breaker, and empties its bucket if @forget. Returns whether the breaker was open. */
+static bool breaker_close(struct tmem_dev *dev, bool forget)
+{
+	bool was;
+
+	spin_lock_irq(&dev->get_lock);
+	was = dev->tripped;
+	WRITE_ONCE(dev->late_row, 0);
+	if (forget)
+		dev->slow_ns = 0;
+	breaker_set(dev, false);
+	spin_unlock_irq(&dev->get_lock);
+	return was;
+}
+
+/**
+ * tmem_breaker_note() - record the waits of a get with requests, and open the breaker if needed
+ * @dev: the device
+ * @late: a request was not answered before the deadline
+ * @waited_ns: time that the reader waited
+ * @host_ns: part of this time in which a request was neither answered nor late
+ */
+void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_ns)
+{
+	u64 span_ns = tmem_get_span_ns();
+	bool slow = host_ns > span_ns / SLOW_DIVISOR, opens = false;
+
+	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
+	if (slow)
+		tmem_count(TMEM_STAT_slow);
+	/*
+	 * A quick call needs no lock, unless it ends a row of late calls. When the next slow call
+	 * comes, that call subtracts what has leaked from the bucket meanwhile.
+	 */
+	if (!late && !slow && !READ_ONCE(dev->late_row) && !host_keeps(dev) &&
+	    waited_ns <= READ_ONCE(dev->wait_max_ns))
+		return;
+	spin_lock_irq(&dev->get_lock);
+	if (waited_ns > dev->wait_max_ns)
+		WRITE_ONCE(dev->wait_max_ns, waited_ns);
+	WRITE_ONCE(dev->late_row, late ? dev->late_row + 1 : 0);
+	if (slow) {
+		/*
+		 * The bucket does not leak during a slow call; otherwise readers could wait longer
+		 * than the bound in the header of this file.
+		 */
+		dev->slow_at_ns = min(dev->slow_at_ns + host_ns, ktime_get_ns());
+		dev->slow_ns = slow_ns(dev) + host_ns;
+	}
+	if (!dev->tripped) {
+		opens = dev->late_row >= LATE_ROW_MAX || host_keeps(dev) ||
+			slow_ns(dev) > span_ns * WAIT_BUDGET;
+		if (opens)
+			breaker_set(dev, true);
+	}
+	spin_unlock_irq(&dev->get_lock);
+	if (!opens)
+		return;
+	TMEM_HOLD(breaker);
+	tmem_count(TMEM_STAT_trips);
+	/*
+	 * Another task may have closed the breaker after this function opened it and dropped the
+	 * lock. The last message in the log must give the current state.
+	 */
+	if (READ_ONCE(dev->tripped))
+		breaker_log(true);
+	/*
+	 * Queue the GENERATION request before the report, which waits until the host answers: the
+	 * workqueue is ordered.
+	 */
+	tmem_dev_ask(dev);
+	tmem_dev_report(dev);
+}
+
+/**
+ * tmem_breaker_trip() - open the breaker, because the device does not answer GENERATION requests
+ * @dev: the device
+ *
+ * Context: process; the ask work.
+ */
+void tmem_breaker_trip(struct tmem_dev *dev)
+{
+	bool opens;
+
+	spin_lock_irq(&dev->get_lock);
+	opens = !dev->tripped;
+	if (opens)
+		breaker_set(dev, true);
+	spin_unlock_irq(&dev->get_lock);
+	if (!opens)
+		return;
+	tmem_count(TMEM_STAT_trips);
+	breaker_log(true);
+}
+
+/**
+ * tmem_breaker_probe() - if the breaker is open, test whether the host answers quickly again
+ * @dev: the device
+ *
+ * The probe requests of each queue one page of object 1 with cookie 0, which no put has. Any answer
+ * that is not slow counts as success.
+ *
+ * Context: process, sleeps up to a quarter of the deadline for each queue.
+ */
+void tmem_breaker_probe(struct tmem_dev *dev)
+{
+	u64 generation = READ_ONCE(dev->generation);
+	struct tmem_get_req *get;
+	bool answered, late = false;
+	unsigned int i;
+	u64 deadline_ns;
+
+	if (!generation || !may_probe(dev))
+		return;
+	for (i = 0; i < dev->nr_queues && !late; i++) {
+		get = tmem_bounce_alloc(dev, 1);
+		if (!get)
+			return;
+		get->queue = &dev->queue[i];
+		get->count = 1;
+		get->retain = 0;
+		get->out.get.object = cpu_to_le64(1);
+		get->out.get.index = 0;
+		get->out.cookie[0] = 0;
+		deadline_ns = ktime_get_ns() + tmem_get_span_ns() / SLOW_DIVISOR;
+		if (tmem_get_submit(dev, get, generation, 1)) {
+			tmem_bounce_free(dev, get);
+			return;
+		}
+		TMEM_HOLD(probe);
+		answered = tmem_get_wait(get, 0, deadline_ns);
+		late = !answered || get->answered_ns > deadline_ns;
+		if (answered)
+			tmem_bounce_free(dev, get);
+	}
+	if (late || !breaker_close(dev, false))
+		return;
+	breaker_log(false);
+	tmem_dev_report(dev);
+}
+
+/**
+ * tmem_breaker_reset() - close the breaker and clear its history, because the backend is new
+ * @dev: the device
+ */
+void tmem_breaker_reset(struct tmem_dev *dev)
+{
+	if (breaker_close(dev, true))
+		trace_tmem_breaker(false);
+}

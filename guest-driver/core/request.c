@@ -1,0 +1,502 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Get requests: takes entries out of the index, sends the requests for their pages, and checks the
+ * answers. get.c waits for the answers.
+ *
+ * A get may let the host retain a page. The entry of such a page stays in the index, marked as
+ * retained, before the page is requested. The get erases the entry if the page does not come, or
+ * the host did not retain it. A get never adds an entry.
+ *
+ * The device writes to bounce pages only. A bounce page belongs to the device until the device
+ * answers or is reset. A request for which no task waits any more keeps its pages, so that a late
+ * answer cannot land in memory that was given away. While the device has all bounce pages, gets are
+ * misses.
+ *
+ * The driver never trusts an answer. Length, status, result and cookie must be right, and so must
+ * the content check, which is computed on the destination page itself. A page whose check is wrong
+ * switches the cache off until the module is loaded again.
+ */
+#include <linux/highmem.h>
+#include <linux/moduleparam.h>
+#include <linux/sched.h>
+#include <linux/slab.h>
+
+#include "../trace.h"
+#include "get.h"
+#include "wait.h"
+
+/* Largest deadline. A reader that would have to wait longer should read the disk instead. */
+#define DEADLINE_MS_MAX		1000
+/* Longest spin in microseconds. A spin that is longer than a context switch wastes a vCPU. */
+#define SPIN_US_MAX		1000
+
+/* --- parameters ---------------------------------------------------------------------------- */
+
+static int set_deadline_ms(const char *value, const struct kernel_param *param)
+{
+	return param_set_uint_minmax(value, param, 1, DEADLINE_MS_MAX);
+}
+
+static int set_spin_us(const char *value, const struct kernel_param *param)
+{
+	return param_set_uint_minmax(value, param, 0, SPIN_US_MAX);
+}
+
+static const struct kernel_param_ops deadline_ms_ops = {
+	.set = set_deadline_ms,
+	.get = param_get_uint,
+};
+
+static const struct kernel_param_ops spin_us_ops = {
+	.set = set_spin_us,
+	.get = param_get_uint,
+};
+
+static unsigned int deadline_ms = 20;
+module_param_cb(deadline_ms, &deadline_ms_ops, &deadline_ms, 0644);
+MODULE_PARM_DESC(deadline_ms, "longest time in ms that one readahead waits for the host (1-1000, default 20)");
+
+static unsigned int spin_us = 30;
+module_param_cb(spin_us, &spin_us_ops, &spin_us, 0644);
+MODULE_PARM_DESC(spin_us, "time in us for which a reader polls for an answer before it sleeps (0-1000, default 30)");
+
+/**
+ * tmem_get_span_ns() - return the time from the begin of a wait to its deadline
+ *
+ * Return: time in ns.
+ */
+u64 tmem_get_span_ns(void)
+{
+	return (u64)READ_ONCE(deadline_ms) * NSEC_PER_MSEC;
+}
+
+/**
+ * tmem_get_spin_ns() - return the time for which a reader polls for an answer
+ *
+ * Return: time in ns.
+ */
+u64 tmem_get_spin_ns(void)
+{
+	return (u64)READ_ONCE(spin_us) * NSEC_PER_USEC;
+}
+
+/**
+ * tmem_get_deadline_ns() - return the deadline of a reader that begins to wait now
+ *
+ * Return: a time of ktime_get_ns().
+ */
+u64 tmem_get_deadline_ns(void)
+{
+	return ktime_get_ns() + tmem_get_span_ns();
+}
+
+/* --- requests ------------------------------------------------------------------------------ */
+
+/**
+ * tmem_get_abandon() - abandon a get request unless its answer has come
+ * @get: the request
+ *
+ * An abandoned request belongs to the device.
+ *
+ * Context: any but NMI.
+ * Return: true if the answer has come.
+ */
+bool tmem_get_abandon(struct tmem_get_req *get)
+{
+	struct tmem_queue *queue = get->queue;
+	struct tmem_dev *dev = queue->dev;
+	unsigned long flags;
+	bool done;
+
+	spin_lock_irqsave(&queue->vq_lock, flags);
+	done = get->req.state == TMEM_REQ_DONE;
+	if (!done) {
+		get->req.state = TMEM_REQ_ABANDONED;
+		spin_lock(&dev->get_lock);
+		WRITE_ONCE(dev->nr_kept, dev->nr_kept + get->nr_blocks);
+		spin_unlock(&dev->get_lock);
+	}
+	spin_unlock_irqrestore(&queue->vq_lock, flags);
+	return done;
+}
+
+/**
+ * tmem_get_submit() - send a get request
+ * @dev: the device
+ * @get: the request; the caller has filled in count, block, entry, and out except for out.hdr
+ * @generation: generation of the request
+ * @pool: id of the pool at the host
+ *
+ * Context: process.
+ * Return: 0 or an error of the virtqueue.
+ */
+int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool)
+{
+	struct scatterlist out, in[1 + TMEM_BATCH_BLOCKS], *sgs[] = { &out, in };
+	unsigned int count = get->count, i, pages;
+	struct tmem_queue *queue = get->queue;
+	bool notify = false;
+	int err;
+
+	get->out.hdr = (struct virtio_tmem_req){
+		.generation = cpu_to_le64(generation),
+		.type = cpu_to_le16(VIRTIO_TMEM_T_GET),
+		.count = cpu_to_le16(count),
+		.pool = cpu_to_le32(pool),
+		.retain = cpu_to_le64(get->retain),
+	};
+	memset(&get->in, VIRTIO_TMEM_S_UNANSWERED, sizeof(get->in));
+	get->req.room_bytes = offsetof(typeof(get->in), page[count]) + count * PAGE_SIZE;
+	sg_init_one(&out, &get->out, offsetof(typeof(get->out), cookie[count]));
+	sg_init_table(in, 1 + get->nr_blocks);
+	sg_set_buf(&in[0], &get->in, offsetof(typeof(get->in), page[count]));
+	for (i = 0; i < get->nr_blocks; i++) {
+		pages = min(count - i * TMEM_BLOCK_PAGES, (unsigned int)TMEM_BLOCK_PAGES);
+		sg_set_buf(&in[1 + i], get->block[i], pages * PAGE_SIZE);
+	}
+
+	spin_lock_irq(&queue->vq_lock);
+	err = virtqueue_add_sgs(queue->vq, sgs, 1, 1, &get->req, GFP_ATOMIC);
+	if (!err) {
+		tmem_req_sent(&queue->in_flight, &get->req);
+		notify = virtqueue_kick_prepare(queue->vq);
+	}
+	spin_unlock_irq(&queue->vq_lock);
+	if (notify)
+		virtqueue_notify(queue->vq);
+	if (!err)
+		tmem_count(TMEM_STAT_requests_get);
+	return err;
+}
+
+/**
+ * tmem_get_wait() - wait until a get request is answered or the deadline passes
+ * @get: the request
+ * @spin_until_ns: time until which the function polls
+ * @deadline_ns: the deadline
+ *
+ * The function spins for a short time, because an idle host answers faster than a context switch
+ * takes, and then sleeps.
+ *
+ * Context: process, may sleep.
+ * Return: true if there is an answer. If there is none, the request belongs to the device.
+ */
+bool tmem_get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_ns)
+{
+	u64 now_ns = ktime_get_ns();
+
+	while (now_ns < spin_until_ns && !need_resched()) {
+		tmem_send_drain(get->queue);
+		if (tmem_get_done(get))
+			return true;
+		cpu_relax();
+		now_ns = ktime_get_ns();
+	}
+	if (tmem_get_done(get))
+		return true;
+	if (now_ns < deadline_ns)
+		tmem_wait_event_until(get->wait, tmem_get_done(get), deadline_ns);
+	return tmem_get_abandon(get);
+}
+
+/**
+ * tmem_get_count_wait() - add the time that a reader waited for one request to the statistics
+ * @waited_ns: the time, whether the request was answered or not
+ */
+void tmem_get_count_wait(u64 waited_ns)
+{
+	unsigned int bucket = fls64(div_u64(waited_ns, NSEC_PER_USEC));
+
+	tmem_count_n(TMEM_STAT_get_waits_ns, waited_ns);
+	tmem_count(min_t(unsigned int, TMEM_STAT_get_waits_1us + bucket,
+			 TMEM_STAT_get_waits_longer));
+}
+
+/* --- pages --------------------------------------------------------------------------------- */
+
+/**
+ * tmem_get_miss() - count a page of a get as a miss
+ * @call: the get
+ * @i: number of the page
+ * @why: the reason
+ */
+void tmem_get_miss(struct tmem_get_call *call, unsigned int i, enum tmem_stat why)
+{
+	__clear_bit(i, call->want);
+	tmem_count(why);
+}
+
+/*
+ * Erases the retained index entries of pages @first + i whose bit i is set in @mask. All of these
+ * pages lie in one leaf (64 neighbouring pages) of the index.
+ */
+static void forget(struct tmem_get_call *call, u64 object, unsigned int first, u64 mask)
+{
+	if (mask)
+		tmem_index_forget(call->bucket, object, call->index + first, mask);
+}
+
+/*
+ * Verifies the content check on the page that the caller will use, and switches the cache off if it
+ * is wrong. Returns whether the check is right.
+ */
+static bool check_page(struct tmem_get_call *call, unsigned int i, u64 entry)
+{
+	void *data = kmap_local_page(call->pages[i]);
+	bool good;
+
+	if (TMEM_INJECT(corrupt))
+		*(u8 *)data ^= 1;
+	good = tmem_check_page(&tmem_keys, data) == tmem_entry_check(entry);
+	kunmap_local(data);
+	if (good) {
+		call->hits++;
+		tmem_count(TMEM_STAT_hits);
+		tmem_admit_back(call->dev, call->pages[i]);
+		return true;
+	}
+	tmem_get_miss(call, i, TMEM_STAT_misses_check);
+	tmem_poison("content check", call->key->ino, call->index + i);
+	return false;
+}
+
+/*
+ * Checks the answer for one page, and copies the page from its bounce page to its destination.
+ * Returns whether the page is correct and the host has retained it.
+ */
+static bool take_page(struct tmem_get_call *call, struct tmem_get_req *get, unsigned int nr,
+		      u8 status)
+{
+	unsigned int i = get->first + nr;
+	enum tmem_stat why = TMEM_STAT_misses_answer;
+	u32 needed = offsetof(typeof(get->in), page[get->count]) + (nr + 1) * PAGE_SIZE;
+	void *data;
+	u8 result;
+
+	if (status != VIRTIO_TMEM_S_OK ||
+	    get->req.used_bytes < offsetof(typeof(get->in), page[get->count]))
+		goto no;
+	result = READ_ONCE(get->in.page[nr].result);
+	if (result == VIRTIO_TMEM_P_MISS) {
+		why = TMEM_STAT_misses_host;
+		call->lost++;
+	}
+	if (result != VIRTIO_TMEM_P_HIT || get->req.used_bytes < needed ||
+	    READ_ONCE(get->in.page[nr].cookie) != get->out.cookie[nr])
+		goto no;
+	data = kmap_local_page(call->pages[i]);
+	copy_page(data, get->block[nr / TMEM_BLOCK_PAGES] + nr % TMEM_BLOCK_PAGES * PAGE_SIZE);
+	kunmap_local(data);
+	return check_page(call, i, get->entry[nr]) &&
+	       READ_ONCE(get->in.page[nr].flags) & VIRTIO_TMEM_GET_RETAINED;
+no:
+	tmem_get_miss(call, i, why);
+	return false;
+}
+
+/**
+ * tmem_get_take() - check the answer to a request, and copy the pages that it brought
+ * @call: the get
+ * @sent: the request, which is answered; it is free afterwards
+ *
+ * Context: any but NMI and hard interrupts.
+ */
+void tmem_get_take(struct tmem_get_call *call, struct tmem_get_sent *sent)
+{
+	u8 status = VIRTIO_TMEM_S_UNANSWERED;
+	struct tmem_get_req *get = sent->get;
+	unsigned int nr;
+	u64 retained = 0;
+
+	call->answered = true;
+	if (get->req.used_bytes >= sizeof(get->in.resp))
+		status = READ_ONCE(get->in.resp.status);
+	if (status == VIRTIO_TMEM_S_STALE) {
+		tmem_count(TMEM_STAT_stale);
+		tmem_dev_ask(call->dev);
+	}
+	for (nr = 0; nr < get->count; nr++)
+		if (take_page(call, get, nr, status))
+			retained |= BIT_ULL(nr);
+	retained &= get->retain;
+	tmem_count_n(TMEM_STAT_retained_hits, hweight64(retained));
+	forget(call, sent->object, get->first, get->retain & ~retained);
+	tmem_bounce_free(call->dev, get);
+}
+
+/**
+ * tmem_get_lost() - count the pages of a request that was not answered before the deadline
+ * @call: the get
+ * @sent: the request, which belongs to the device
+ *
+ * Context: any but NMI.
+ */
+void tmem_get_lost(struct tmem_get_call *call, struct tmem_get_sent *sent)
+{
+	unsigned int nr;
+
+	for (nr = 0; nr < sent->count; nr++)
+		tmem_get_miss(call, sent->first + nr, TMEM_STAT_misses_late);
+	if (call->dev->retain)
+		forget(call, sent->object, sent->first, GENMASK_ULL(sent->count - 1, 0));
+	tmem_count(TMEM_STAT_late);
+	call->late = true;
+}
+
+/*
+ * Requests pages first .. first + count - 1 from the host, after the caller has taken their entries
+ * out of the index. Bit i of @retain is set if the entry of page first + i stays in the index,
+ * marked as retained.
+ */
+static void request_pages(struct tmem_get_call *call, struct tmem_queue *queue,
+			  const struct tmem_where *where, unsigned int first, unsigned int count,
+			  const u64 *entry, u64 retain)
+{
+	struct tmem_dev *dev = call->dev;
+	struct tmem_get_req *get;
+	enum tmem_stat why;
+	unsigned int nr;
+	u64 base;
+
+	if (call->nr_sent == TMEM_GET_BURST)
+		call->full(call);
+	why = TMEM_STAT_misses_late;
+	if (call->late)
+		goto no;
+	why = TMEM_STAT_misses_bounce;
+	get = tmem_bounce_alloc(dev, count);
+	if (!get)
+		goto no;
+	get->queue = queue;
+	get->first = first;
+	get->count = count;
+	get->retain = retain;
+	get->out.get.object = cpu_to_le64(where->object);
+	get->out.get.index = cpu_to_le64(call->index + first);
+	base = READ_ONCE(dev->cookie_base);
+	for (nr = 0; nr < count; nr++) {
+		get->entry[nr] = entry[nr];
+		get->out.cookie[nr] = cpu_to_le64(base + tmem_entry_offset(entry[nr]));
+	}
+	why = TMEM_STAT_misses_queue;
+	get->sent_ns = ktime_get_ns();
+	if (tmem_get_submit(dev, get, call->generation, where->pool)) {
+		tmem_bounce_free(dev, get);
+		goto no;
+	}
+	call->sent[call->nr_sent++] = (struct tmem_get_sent){
+		.get = get,
+		.object = where->object,
+		.first = first,
+		.count = count,
+	};
+	return;
+no:
+	for (nr = 0; nr < count; nr++)
+		tmem_get_miss(call, first + nr, why);
+	forget(call, where->object, first, retain);
+}
+
+/*
+ * Returns the pages from .. to - 1 of the call that the host may retain: bit i for page from + i.
+ */
+static u64 may_retain(struct tmem_get_call *call, unsigned int from, unsigned int to)
+{
+	pgoff_t first = call->index + from;
+	unsigned int pages;
+
+	if (first >= call->inside_end)
+		return 0;
+	pages = min_t(pgoff_t, to - from, call->inside_end - first);
+	return tmem_retain_wanted(call->dev, pages) ? GENMASK_ULL(pages - 1, 0) : 0;
+}
+
+/* Returns @count bits of @mask, from bit @first on. */
+static u64 part_of(u64 mask, unsigned int first, unsigned int count)
+{
+	return mask >> first & GENMASK_ULL(count - 1, 0);
+}
+
+/**
+ * tmem_get_unit() - take entries out of the index, and copy or request their pages
+ * @call: the get
+ * @from: number of the first page
+ * @to: number of the page after the last one; all pages are in one 64-page unit of the index
+ *
+ * Context: process.
+ */
+void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int to)
+{
+	unsigned int nr = to - from, i, run = 0;
+	u64 entry[VIRTIO_TMEM_BATCH_MAX], keep;
+	struct tmem_where where = {};
+	struct tmem_queue *queue;
+	unsigned long want = 0;
+	bool there, good;
+	void *data;
+
+	for (i = 0; i < nr; i++)
+		if (test_bit(from + i, call->want))
+			want |= BIT(i);
+	if (!want)
+		return;
+	keep = may_retain(call, from, to);
+	/* Let a test erase the entries here, as another CPU can at any time. */
+	if (TMEM_INJECT(erased_late))
+		tmem_invalidate(call->key->pool, call->key->ino, call->index + from,
+				call->index + to - 1, TMEM_INVAL_TRUNCATE);
+	tmem_index_take(call->key, call->index + from, nr, &want, keep, entry, &where);
+	queue = tmem_queue_of(call->dev, call->bucket, call->index + from);
+
+	for (i = 0; i < nr; i++) {
+		there = false;
+		if (!(want & BIT(i))) {
+			entry[i] = 0;
+		} else if (!entry[i]) {
+			tmem_get_miss(call, from + i, TMEM_STAT_misses_index);
+		} else {
+			data = kmap_local_page(call->pages[from + i]);
+			there = tmem_ring_copy(call->dev, queue, entry[i], data);
+			kunmap_local(data);
+		}
+		if (there) {
+			good = check_page(call, from + i, entry[i]);
+			tmem_count_n(TMEM_STAT_ring_hits, good);
+			if (!good)
+				forget(call, where.object, from + i, keep >> i & 1);
+			else if (keep & BIT_ULL(i))
+				tmem_count(TMEM_STAT_retained_hits);
+		}
+		/*
+		 * Request each run of pages that are at the host and not in the put ring with one
+		 * request.
+		 */
+		if (!there && entry[i] && run < call->dev->batch_max) {
+			run++;
+			continue;
+		}
+		if (run)
+			request_pages(call, queue, &where, from + i - run, run, &entry[i - run],
+				      part_of(keep, i - run, run));
+		run = !there && entry[i] ? 1 : 0;
+	}
+	if (run)
+		request_pages(call, queue, &where, to - run, run, &entry[nr - run],
+			      part_of(keep, nr - run, run));
+}
+
+/**
+ * tmem_get_trace() - trace the end of a get
+ * @key: pool and inode
+ * @index: page number of the first page
+ * @wanted: number of pages that were wanted
+ * @hits: number of pages that were got
+ * @begin_ns: time of the begin, or 0 if tracing was off then
+ */
+void tmem_get_trace(const struct tmem_key *key, pgoff_t index, unsigned int wanted,
+		    unsigned int hits, u64 begin_ns)
+{
+	if (begin_ns && trace_tmem_get_enabled())
+		trace_tmem_get(key->pool->name, key->ino, index, wanted, hits,
+			       div_u64(ktime_get_ns() - begin_ns, NSEC_PER_USEC));
+}
