@@ -10,6 +10,7 @@
 #include <linux/blk-mq.h>
 #include <linux/fs.h>
 #include <linux/ftrace.h>
+#include <linux/hrtimer.h>
 #include <linux/kobject.h>
 #include <linux/mm.h>
 #include <linux/mm_inline.h>
@@ -294,6 +295,19 @@ static inline bool tmem_bio_ends_in_task(const struct bio *bio)
 	return bio_flagged((struct bio *)bio, BIO_COMPLETE_IN_TASK);
 #else
 	return false;
+#endif
+}
+
+/* Sets up a timer of the clock of ktime_get(). Since 6.13, one function does both steps. */
+static inline void tmem_hrtimer_setup(struct hrtimer *timer,
+				      enum hrtimer_restart (*function)(struct hrtimer *timer),
+				      enum hrtimer_mode mode)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 13, 0)
+	hrtimer_init(timer, CLOCK_MONOTONIC, mode);
+	timer->function = function;
+#else
+	hrtimer_setup(timer, function, CLOCK_MONOTONIC, mode);
 #endif
 }
 

@@ -43,7 +43,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker, tmem_hold_feeder;
 extern unsigned int tmem_hold_truncate, tmem_hold_get, tmem_hold_probe;
-extern unsigned int tmem_hold_read, tmem_hold_sweep;
+extern unsigned int tmem_hold_read, tmem_hold_sweep, tmem_hold_fetch;
 void tmem_hold(unsigned int *place);
 
 extern unsigned long tmem_test_index_bytes;

@@ -127,7 +127,8 @@ struct tmem_admit {
 	unsigned long *back;
 	unsigned long nr_frames;
 	unsigned int bits;
-	struct admit_cpu __percpu *cpu;	/* hits and losses of each CPU; used without preemption */
+	/* hits and losses of each CPU; used without bottom halves */
+	struct admit_cpu __percpu *cpu;
 	/* hits until the filter disengages, 0 if it is not engaged; read without the lock */
 	u64 engaged;
 	/* Leaf lock that guards weight, evicted and engaged. */
@@ -254,7 +255,7 @@ static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long los
 	long weight, evicted;
 	u64 engaged;
 
-	spin_lock(&admit->lock);
+	spin_lock_bh(&admit->lock);
 	weight = admit->weight + losses * ADMIT_LOSS_WEIGHT;
 	weight = clamp_t(long, weight - (long)hits, 0, ADMIT_WEIGHT_MAX);
 	WRITE_ONCE(admit->weight, weight);
@@ -264,7 +265,7 @@ static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long los
 	if (losses && weight > ADMIT_ENGAGE)
 		engaged = hold_hits();
 	WRITE_ONCE(admit->engaged, engaged);
-	spin_unlock(&admit->lock);
+	spin_unlock_bh(&admit->lock);
 }
 
 /**
@@ -287,12 +288,12 @@ void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages)
 
 	if (!pages)
 		return;
-	spin_lock(&admit->lock);
+	spin_lock_bh(&admit->lock);
 	evicted = min_t(long, admit->evicted + pages, 2 * most);
 	WRITE_ONCE(admit->evicted, evicted);
 	if (evicted > most)
 		WRITE_ONCE(admit->engaged, hold_hits());
-	spin_unlock(&admit->lock);
+	spin_unlock_bh(&admit->lock);
 }
 
 /**
@@ -303,7 +304,7 @@ void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages)
  *
  * A hit changes nothing while the filter is disengaged and no loss or eviction is recorded.
  *
- * Context: process.
+ * Context: process or softirq.
  */
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses)
 {
@@ -312,7 +313,8 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 
 	if (!hits && !losses)
 		return;
-	own = get_cpu_ptr(admit->cpu);
+	local_bh_disable();
+	own = this_cpu_ptr(admit->cpu);
 	if (losses || own->losses || READ_ONCE(admit->weight) || READ_ONCE(admit->evicted) ||
 	    READ_ONCE(admit->engaged)) {
 		own->hits += hits;
@@ -322,7 +324,7 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 			*own = (struct admit_cpu){};
 		}
 	}
-	put_cpu_ptr(admit->cpu);
+	local_bh_enable();
 }
 
 /* Returns the number of page frames that can have a bit "came from the pool". */

@@ -2,29 +2,34 @@
 /*
  * Get requests and their bounce pages, into which the host writes the answers. request.c takes and
  * sends requests, the device writes to the bounce pages, and send.c passes the answers to the
- * waiting readers.
+ * waiting readers and to fetches.
  */
 #include <linux/slab.h>
 
-#include "core.h"
+#include "get.h"
 
 /**
  * tmem_bounce_alloc() - take a get request and blocks of bounce pages from the free lists
  * @dev: the device
  * @nr_pages: number of pages, at most VIRTIO_TMEM_BATCH_MAX
+ * @half: leave half of the blocks and of the requests free
  *
  * Return: the request, or NULL if there is no free request or too few free blocks.
  */
-struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages)
+struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages, bool half)
 {
 	unsigned int nr_blocks = DIV_ROUND_UP(nr_pages, TMEM_BLOCK_PAGES), i;
+	unsigned int blocks_left = half ? dev->nr_bounce / 2 : 0;
+	unsigned int requests_left = half ? TMEM_GET_REQUESTS / 2 : 0;
 	struct tmem_get_req *get = NULL;
 
 	spin_lock_irq(&dev->get_lock);
-	if (nr_blocks <= dev->nr_bounce_free) {
+	if (nr_blocks + blocks_left <= dev->nr_bounce_free && dev->nr_get_free > requests_left) {
 		get = list_first_entry_or_null(&dev->get_free, struct tmem_get_req, list);
 		if (get) {
 			list_del(&get->list);
+			dev->nr_get_free--;
+			get->fetch = NULL;
 			get->nr_blocks = nr_blocks;
 			for (i = 0; i < nr_blocks; i++)
 				get->block[i] = dev->bounce_free[--dev->nr_bounce_free];
@@ -32,6 +37,34 @@ struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pag
 	}
 	spin_unlock_irq(&dev->get_lock);
 	return get;
+}
+
+/* Returns the blocks of a request from the @first one on. The caller holds get_lock. */
+static void free_blocks(struct tmem_dev *dev, struct tmem_get_req *get, unsigned int first)
+{
+	unsigned int i;
+
+	lockdep_assert_held(&dev->get_lock);
+	for (i = first; i < get->nr_blocks; i++)
+		dev->bounce_free[dev->nr_bounce_free++] = get->block[i];
+	get->nr_blocks = min(get->nr_blocks, first);
+}
+
+/**
+ * tmem_bounce_trim() - return blocks that a get request does not need
+ * @dev: the device
+ * @get: the request, not sent yet
+ * @nr_pages: number of pages that it needs
+ */
+void tmem_bounce_trim(struct tmem_dev *dev, struct tmem_get_req *get, unsigned int nr_pages)
+{
+	unsigned int nr_blocks = DIV_ROUND_UP(nr_pages, TMEM_BLOCK_PAGES);
+
+	if (nr_blocks >= get->nr_blocks)
+		return;
+	spin_lock_irq(&dev->get_lock);
+	free_blocks(dev, get, nr_blocks);
+	spin_unlock_irq(&dev->get_lock);
 }
 
 /**
@@ -42,15 +75,28 @@ struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pag
 void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get)
 {
 	unsigned long flags;
-	unsigned int i;
 
 	spin_lock_irqsave(&dev->get_lock, flags);
 	get->req.state = TMEM_REQ_FREE;
-	for (i = 0; i < get->nr_blocks; i++)
-		dev->bounce_free[dev->nr_bounce_free++] = get->block[i];
-	get->nr_blocks = 0;
+	free_blocks(dev, get, 0);
 	list_add(&get->list, &dev->get_free);
+	dev->nr_get_free++;
 	spin_unlock_irqrestore(&dev->get_lock, flags);
+}
+
+/**
+ * tmem_fetch_release() - end a use of a fetch, by a request or a task
+ * @fetch: the fetch
+ * @queue: queue whose tasklet ends the fetch, if this was the last use
+ *
+ * Context: any but NMI.
+ */
+void tmem_fetch_release(struct tmem_fetch *fetch, struct tmem_queue *queue)
+{
+	if (!atomic_dec_and_test(&fetch->pending))
+		return;
+	llist_add(&fetch->node, &queue->fetched);
+	tasklet_schedule(&queue->fetch_tasklet);
 }
 
 /**
@@ -60,6 +106,8 @@ void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get)
  */
 void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 {
+	struct tmem_fetch *fetch = get->fetch;
+
 	lockdep_assert_held(&get->queue->vq_lock);
 	if (get->req.state == TMEM_REQ_ABANDONED) {
 		spin_lock(&dev->get_lock);
@@ -69,9 +117,12 @@ void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 		return;
 	}
 	get->answered_ns = ktime_get_ns();
-	/* Complete the answer before setting the state to DONE; pairs with get_done(). */
+	/* Complete the answer before setting the state to DONE; pairs with tmem_get_done(). */
 	smp_store_release(&get->req.state, TMEM_REQ_DONE);
-	wake_up(&get->wait);
+	if (fetch)
+		tmem_fetch_release(fetch, get->queue);
+	else
+		wake_up(&get->wait);
 }
 
 /* Puts all get requests and all blocks of bounce pages on the free lists. */
@@ -85,6 +136,7 @@ static void bounce_reset(struct tmem_dev *dev)
 		dev->get_req[i]->nr_blocks = 0;
 		list_add(&dev->get_req[i]->list, &dev->get_free);
 	}
+	dev->nr_get_free = TMEM_GET_REQUESTS;
 	memcpy(dev->bounce_free, dev->bounce, dev->nr_bounce * sizeof(*dev->bounce));
 	dev->nr_bounce_free = dev->nr_bounce;
 	dev->nr_kept = 0;

@@ -4,7 +4,7 @@
  *
  * Each get has a deadline. Beyond that, the breaker opens, and the driver then requests nothing
  * until a probe is answered quickly. The breaker opens in each of these cases:
- * - LATE_ROW_MAX calls in a row were late.
+ * - LATE_ROW_MAX calls in a row were late. Of fetches that were in flight together, one counts.
  * - Abandoned requests have more than half of the bounce pages at the host. A single call for a
  *   large window can cause this.
  * - The device does not answer a request on the control queue, and then no GENERATION request.
@@ -13,7 +13,8 @@
  *   of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
  *   WAIT_PERIOD deadlines, but not during a slow call. Only the time until the answer counts, and
  *   at most one deadline for each call. The time from the answer until the scheduler runs the
- *   reader does not count, because a reader of the disk would wait for it, too.
+ *   reader does not count, because a reader of the disk would wait for it, too. A time in which
+ *   several slow fetches are in flight counts once.
  *
  * The driver does not probe before half of the bucket is empty again, because a host may answer a
  * probe quickly and gets slowly. With the defaults, readers that come one after the other wait for
@@ -118,54 +119,59 @@ static bool breaker_close(struct tmem_dev *dev, bool forget)
 	return was;
 }
 
-/**
- * tmem_breaker_note() - record the waits of a get with requests, and open the breaker if needed
- * @dev: the device
- * @late: a request was not answered before the deadline
- * @waited_ns: time that the reader waited
- * @host_ns: part of this time in which a request was neither answered nor late
- */
-void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_ns)
-{
-	u64 span_ns = tmem_get_span_ns();
-	bool slow = host_ns > span_ns / SLOW_DIVISOR, opens = false;
+/* Waits of a get, as the breaker counts them. */
+struct waits {
+	bool late;			/* a request was not answered before the deadline */
+	bool again;			/* a late get that does not count once more */
+	bool slow;
+	u64 waited_ns;			/* time that the reader waited */
+	u64 host_ns;			/* part in which a request was neither answered nor late */
+};
 
-	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
-	if (slow)
-		tmem_count(TMEM_STAT_slow);
-	/*
-	 * A quick call needs no lock, unless it ends a row of late calls. When the next slow call
-	 * comes, that call subtracts what has leaked from the bucket meanwhile.
-	 */
-	if (!late && !slow && !READ_ONCE(dev->late_row) && !host_keeps(dev) &&
-	    waited_ns <= READ_ONCE(dev->wait_max_ns))
-		return;
-	spin_lock_irq(&dev->get_lock);
-	if (waited_ns > dev->wait_max_ns)
-		WRITE_ONCE(dev->wait_max_ns, waited_ns);
-	WRITE_ONCE(dev->late_row, late ? dev->late_row + 1 : 0);
-	if (slow) {
+/* Returns whether a get needs the lock. If none comes, the next slow one subtracts the leak. */
+static bool is_noted(struct tmem_dev *dev, const struct waits *waits)
+{
+	return waits->late || waits->slow || READ_ONCE(dev->late_row) || host_keeps(dev) ||
+	       waits->waited_ns > READ_ONCE(dev->wait_max_ns);
+}
+
+/* Records the waits of a get. Returns whether the breaker opens. The caller holds get_lock. */
+static bool note(struct tmem_dev *dev, const struct waits *waits)
+{
+	bool opens;
+
+	lockdep_assert_held(&dev->get_lock);
+	if (waits->waited_ns > dev->wait_max_ns)
+		WRITE_ONCE(dev->wait_max_ns, waits->waited_ns);
+	if (!waits->again)
+		WRITE_ONCE(dev->late_row, waits->late ? dev->late_row + 1 : 0);
+	if (waits->slow) {
 		/*
 		 * The bucket does not leak during a slow call; otherwise readers could wait longer
 		 * than the bound in the header of this file.
 		 */
-		dev->slow_at_ns = min(dev->slow_at_ns + host_ns, ktime_get_ns());
-		dev->slow_ns = slow_ns(dev) + host_ns;
+		dev->slow_at_ns = min(dev->slow_at_ns + waits->host_ns, ktime_get_ns());
+		dev->slow_ns = slow_ns(dev) + waits->host_ns;
 	}
-	if (!dev->tripped) {
-		opens = dev->late_row >= LATE_ROW_MAX || host_keeps(dev) ||
-			slow_ns(dev) > span_ns * WAIT_BUDGET;
-		if (opens)
-			breaker_set(dev, true);
-	}
-	spin_unlock_irq(&dev->get_lock);
-	if (!opens)
-		return;
-	TMEM_HOLD(breaker);
+	if (dev->tripped)
+		return false;
+	opens = dev->late_row >= LATE_ROW_MAX || host_keeps(dev) ||
+		slow_ns(dev) > tmem_get_span_ns() * WAIT_BUDGET;
+	if (opens)
+		breaker_set(dev, true);
+	return opens;
+}
+
+/* Logs and reports that the breaker has opened. */
+static void opened(struct tmem_dev *dev)
+{
+	/* A tasklet, which cannot stop, ends fetches. */
+	if (in_task())
+		TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
 	/*
-	 * Another task may have closed the breaker after this function opened it and dropped the
-	 * lock. The last message in the log must give the current state.
+	 * Another task may have closed the breaker after this one opened it and dropped the lock.
+	 * The last message in the log must give the current state.
 	 */
 	if (READ_ONCE(dev->tripped))
 		breaker_log(true);
@@ -175,6 +181,85 @@ void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_
 	 */
 	tmem_dev_ask(dev);
 	tmem_dev_report(dev);
+}
+
+static bool is_slow(u64 host_ns)
+{
+	return host_ns > tmem_get_span_ns() / SLOW_DIVISOR;
+}
+
+/**
+ * tmem_breaker_note() - record the waits of a get with requests, and open the breaker if needed
+ * @dev: the device
+ * @late: a request was not answered before the deadline
+ * @waited_ns: time that the reader waited
+ * @host_ns: part of this time in which a request was neither answered nor late
+ */
+void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_ns)
+{
+	struct waits waits = {
+		.late = late,
+		.slow = is_slow(host_ns),
+		.waited_ns = waited_ns,
+		.host_ns = host_ns,
+	};
+	bool opens;
+
+	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
+	if (waits.slow)
+		tmem_count(TMEM_STAT_slow);
+	if (!is_noted(dev, &waits))
+		return;
+	spin_lock_irq(&dev->get_lock);
+	opens = note(dev, &waits);
+	spin_unlock_irq(&dev->get_lock);
+	if (opens)
+		opened(dev);
+}
+
+/**
+ * tmem_breaker_note_fetch() - record a fetch with requests, and open the breaker if needed
+ * @dev: the device
+ * @late: a request was not answered before the deadline
+ * @awaited: a reader has waited for the fetch
+ * @begin_ns: time at which the first request was sent
+ * @end_ns: time of the last answer, at most the deadline
+ *
+ * Many fetches may be in flight at a time, and a slow host delays all of them. Only the time that
+ * no earlier slow fetch has covered goes into the bucket, and a late fetch counts only if it began
+ * after the end of the last one that counted.
+ *
+ * Context: process or softirq.
+ */
+void tmem_breaker_note_fetch(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns,
+			     u64 end_ns)
+{
+	u64 host_ns = end_ns - min(begin_ns, end_ns);
+	struct waits waits = {
+		.late = late,
+		.slow = is_slow(host_ns),
+		.waited_ns = awaited ? host_ns : 0,
+	};
+	unsigned long flags;
+	bool opens;
+
+	tmem_count_n(TMEM_STAT_waits_us, div_u64(waits.waited_ns, NSEC_PER_USEC));
+	if (waits.slow)
+		tmem_count(TMEM_STAT_slow);
+	if (!is_noted(dev, &waits))
+		return;
+	spin_lock_irqsave(&dev->get_lock, flags);
+	waits.again = late && begin_ns < dev->fetch_late_ns;
+	if (late && !waits.again)
+		dev->fetch_late_ns = end_ns;
+	if (waits.slow) {
+		waits.host_ns = end_ns - min(max(begin_ns, dev->fetch_slow_ns), end_ns);
+		dev->fetch_slow_ns = max(end_ns, dev->fetch_slow_ns);
+	}
+	opens = note(dev, &waits);
+	spin_unlock_irqrestore(&dev->get_lock, flags);
+	if (opens)
+		opened(dev);
 }
 
 /**
@@ -218,7 +303,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 	if (!generation || !may_probe(dev))
 		return;
 	for (i = 0; i < dev->nr_queues && !late; i++) {
-		get = tmem_bounce_alloc(dev, 1);
+		get = tmem_bounce_alloc(dev, 1, false);
 		if (!get)
 			return;
 		get->queue = &dev->queue[i];

@@ -3,7 +3,8 @@
  * Declarations that the files of core/ share: the device, its queues, and the index's inner
  * interface. Files use only files of lower layers (tests/repo/test_driver_layers.py).
  *
- * Locks, outermost first. All spinlocks but that of admit.c are taken with interrupts off:
+ * Locks, outermost first. All spinlocks are taken with interrupts off, except fetch_lock and the
+ * lock of admit.c, which are taken with interrupts on and bottom halves off:
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
  *	pool.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
  *	send.c: queue->send_lock	ring next and tail, requests of puts and flushes
@@ -14,12 +15,11 @@
  *	  queue->vq_lock		the virtqueue; state of requests that are the device's
  *	    dev->get_lock		free get requests and bounce blocks
  *	      stats.c: state_lock	state for sysfs; also taken alone
+ *	dev->fetch_lock		fetches in flight; vq_lock and get_lock may be taken inside
  * control_vq_lock, window_lock, the lock of the index's limit (budget.c) and the locks of admit.c,
- * bypass.c and policy.c are leaf locks. The
- * lock of admit.c is taken in process context only, with interrupts on. vq_lock and bucket->lock
- * are never held together. Callers may hold mm and file system locks (i_pages), so none of these
- * locks may be held while an mm or file system lock is taken. An interrupt takes send_lock and all
- * locks below it.
+ * bypass.c and policy.c are leaf locks. vq_lock and bucket->lock are never held together. Callers
+ * may hold mm and file system locks (i_pages), so none of these locks may be held while an mm or
+ * file system lock is taken. An interrupt takes send_lock and all locks below it.
  *
  * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock guards
  * the inodes of one bucket. send_lock, ring_lock and vq_lock guard one queue. block_lock is taken
@@ -30,8 +30,11 @@
 #define _TMEM_CORE_H
 
 #include <linux/completion.h>
+#include <linux/hrtimer.h>
+#include <linux/interrupt.h>
 #include <linux/irq_work.h>
 #include <linux/jiffies.h>
+#include <linux/llist.h>
 #include <linux/mutex.h>
 #include <linux/percpu-refcount.h>
 #include <linux/scatterlist.h>
@@ -151,6 +154,7 @@
 struct tmem_admit;
 struct tmem_ask;
 struct tmem_dev;
+struct tmem_fetch;
 struct tmem_flush_batch;
 struct tmem_flush_range;
 struct tmem_put_batch;
@@ -213,6 +217,7 @@ struct tmem_get_req {
 	struct tmem_req req;
 	struct list_head list;		/* link in dev->get_free */
 	struct tmem_queue *queue;
+	struct tmem_fetch *fetch;	/* to which the request belongs; NULL if a task waits */
 	wait_queue_head_t wait;
 	/* number of the first page, counted from the start of the tmem_get() call */
 	unsigned int first;
@@ -268,6 +273,10 @@ struct tmem_queue {
 	struct virtqueue *vq;
 	struct tmem_in_flight in_flight;
 	bool stalled;			/* the virtqueue is full until an answer comes */
+	/* fetches whose requests are answered or abandoned, and the tasklet that ends them */
+	struct llist_head fetched;
+	struct llist_node *fetched_rest;	/* taken from fetched; used by the tasklet */
+	struct tasklet_struct fetch_tasklet;
 
 	/* Guards head, seq_start, map, pending flushes and references. Each put takes this lock. */
 	spinlock_t ring_lock ____cacheline_aligned_in_smp;
@@ -317,8 +326,8 @@ struct tmem_dev {
 	unsigned long ram_changed_at;
 	struct tmem_admit *admit;
 	/*
-	 * References of tasks that use the device and may sleep: tmem_get() and
-	 * tmem_sync_hibernate().
+	 * References of tasks that use the device and may sleep, such as tmem_get(), and of
+	 * fetches.
 	 */
 	struct percpu_ref users;
 	struct completion unused;	/* completed when the last reference is released */
@@ -359,6 +368,7 @@ struct tmem_dev {
 	spinlock_t get_lock ____cacheline_aligned_in_smp;
 	struct tmem_get_req **get_req;
 	struct list_head get_free;
+	unsigned int nr_get_free;
 	void **bounce;			/* all blocks of bounce pages */
 	unsigned int nr_bounce;
 	void **bounce_free;		/* stack of the free blocks in bounce */
@@ -370,9 +380,18 @@ struct tmem_dev {
 	/* fill of the breaker's leaky bucket; guarded by get_lock */
 	u64 slow_ns;
 	u64 slow_at_ns;			/* when the bucket last leaked; guarded by get_lock */
+	/* ends of the last slow fetch and the last late one that counted; guarded by get_lock */
+	u64 fetch_slow_ns, fetch_late_ns;
 	/* longest wait of a tmem_get() call; written under get_lock */
 	u64 wait_max_ns;
 	bool tripped;			/* the breaker is open; written under get_lock */
+
+	/* Fetches in flight. fetch_lock guards fetches and fetch_timed. */
+	spinlock_t fetch_lock ____cacheline_aligned_in_smp;
+	struct list_head fetches;	/* in the order of their deadlines */
+	bool fetch_timed;		/* fetch_timer is armed for the first fetch */
+	struct hrtimer fetch_timer;
+	atomic_t nr_fetches;		/* fetches that have begun and not ended */
 
 	/* State of the control queue. */
 	struct mutex control_lock ____cacheline_aligned_in_smp;
@@ -584,9 +603,15 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 /* implemented in bounce.c */
 int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages);
 void tmem_bounce_exit(struct tmem_dev *dev);
-struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages);
+struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages, bool half);
+void tmem_bounce_trim(struct tmem_dev *dev, struct tmem_get_req *get, unsigned int nr_pages);
 void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get);
 void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get);
+
+/* implemented in fetch.c */
+void tmem_fetch_init(struct tmem_dev *dev);
+void tmem_fetch_exit(struct tmem_dev *dev);
+void tmem_fetches_pause(bool pause);
 
 /* implemented in breaker.c */
 void tmem_breaker_trip(struct tmem_dev *dev);

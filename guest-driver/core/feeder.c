@@ -36,6 +36,7 @@ int tmem_feeder(void *data)
 	long timeout = MAX_SCHEDULE_TIMEOUT;
 	struct tmem_dev *dev = data;
 	unsigned int i;
+	bool more;
 
 	while (!kthread_should_stop()) {
 		wait_event_idle_timeout(dev->feeder_wait,
@@ -48,8 +49,13 @@ int tmem_feeder(void *data)
 			 * lost.
 			 */
 			smp_store_mb(dev->queue[i].attention, false);
-			while (tmem_send(&dev->queue[i]))
+			do {
+				/* The answer to a fetch raises a softirq. */
+				local_bh_disable();
+				more = tmem_send(&dev->queue[i]);
+				local_bh_enable();
 				cond_resched();
+			} while (more);
 			timeout = min(timeout, tmem_send_timeout(&dev->queue[i]));
 		}
 	}

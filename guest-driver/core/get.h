@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * State of a get, which the files that request pages, take answers and wait for them share.
+ * State of a get, which the files that request pages, take answers and wait for them share. A task
+ * waits for the answers of a tmem_get(). Nobody waits for those of a tmem_fetch_start().
  */
 #ifndef _TMEM_GET_H
 #define _TMEM_GET_H
@@ -13,10 +14,16 @@
  */
 #define TMEM_GET_BURST		16
 
+/*
+ * Maximum number of pages of a fetch. A run of the tasklet copies as many, in about 100 us.
+ */
+#define TMEM_FETCH_PAGES_MAX	256
+
 /* A request in flight of a get. */
 struct tmem_get_sent {
 	/* NULL if the request was abandoned: it belongs to the device, and so do its fields */
 	struct tmem_get_req *get;
+	struct tmem_queue *queue;
 	u64 object;
 	unsigned int first;		/* first page, counted from the first page of the get */
 	unsigned int count;
@@ -33,14 +40,43 @@ struct tmem_get_call {
 	u64 generation;
 	u64 deadline_ns;
 	u32 bucket;			/* bucket of the inode in the index */
-	/* Called when TMEM_GET_BURST requests are in flight, to finish them. */
+	/* Called when TMEM_GET_BURST requests are in flight, to finish them; or NULL. */
 	void (*full)(struct tmem_get_call *call);
+	struct tmem_fetch *fetch;	/* NULL if a task waits */
+	struct tmem_get_req *spare;	/* reserved request, or NULL */
 	struct tmem_get_sent sent[TMEM_GET_BURST];
 	unsigned int nr_sent;
 	unsigned int hits;
 	unsigned int lost;		/* pages that the host reported as missing */
 	bool late;
 	bool answered;			/* at least one answer came in time */
+};
+
+/*
+ * A get for which no task waits. The caller of tmem_fetch_start() sets the first group of fields,
+ * and keeps the structure until the function returns true or calls done().
+ */
+struct tmem_fetch {
+	struct tmem_key key;
+	pgoff_t index;
+	unsigned int nr;		/* pages, all of one object of the index */
+	struct page **pages;		/* locked, not uptodate */
+	unsigned long *want;		/* as in tmem_get() */
+	u64 deadline_ns;		/* from tmem_get_deadline_ns() */
+	/* A reader will wait for the pages: poll for the answer, and use all bounce pages. */
+	bool awaited;
+	/* Called when the fetch has ended, in a tasklet. */
+	void (*done)(struct tmem_fetch *fetch);
+
+	/* The pages from here on were not requested, because no request or bounce page was free. */
+	unsigned int nr_tried;
+	struct tmem_get_call call;
+	u64 sent_ns;
+	u64 begin_ns;			/* for the trace event */
+	/* requests in flight, plus one for each of tmem_fetch_start() and the timer that uses it */
+	atomic_t pending;
+	struct list_head list;		/* link in dev->fetches; guarded by dev->fetch_lock */
+	struct llist_node node;		/* link in queue->fetched */
 };
 
 /* Returns whether a get request is answered. */
@@ -66,5 +102,13 @@ void tmem_get_trace(const struct tmem_key *key, pgoff_t index, unsigned int want
 
 /* implemented in breaker.c */
 void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_ns);
+void tmem_breaker_note_fetch(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns,
+			     u64 end_ns);
+
+/* implemented in bounce.c */
+void tmem_fetch_release(struct tmem_fetch *fetch, struct tmem_queue *queue);
+
+/* implemented in fetch.c */
+bool tmem_fetch_start(struct tmem_fetch *fetch);
 
 #endif /* _TMEM_GET_H */

@@ -343,6 +343,18 @@ void tmem_get_lost(struct tmem_get_call *call, struct tmem_get_sent *sent)
 	call->late = true;
 }
 
+/* Returns the reserved request, with space for @count pages, or another one, or NULL. */
+static struct tmem_get_req *take_request(struct tmem_get_call *call, unsigned int count)
+{
+	struct tmem_get_req *get = call->spare;
+
+	if (!get)
+		return tmem_bounce_alloc(call->dev, count, call->fetch && !call->fetch->awaited);
+	call->spare = NULL;
+	tmem_bounce_trim(call->dev, get, count);
+	return get;
+}
+
 /*
  * Requests pages first .. first + count - 1 from the host, after the caller has taken their entries
  * out of the index. Bit i of @retain is set if the entry of page first + i stays in the index,
@@ -358,16 +370,17 @@ static void request_pages(struct tmem_get_call *call, struct tmem_queue *queue,
 	unsigned int nr;
 	u64 base;
 
-	if (call->nr_sent == TMEM_GET_BURST)
+	if (call->nr_sent == TMEM_GET_BURST && call->full)
 		call->full(call);
 	why = TMEM_STAT_misses_late;
 	if (call->late)
 		goto no;
 	why = TMEM_STAT_misses_bounce;
-	get = tmem_bounce_alloc(dev, count);
+	get = call->nr_sent < TMEM_GET_BURST ? take_request(call, count) : NULL;
 	if (!get)
 		goto no;
 	get->queue = queue;
+	get->fetch = call->fetch;
 	get->first = first;
 	get->count = count;
 	get->retain = retain;
@@ -380,12 +393,18 @@ static void request_pages(struct tmem_get_call *call, struct tmem_queue *queue,
 	}
 	why = TMEM_STAT_misses_queue;
 	get->sent_ns = ktime_get_ns();
+	/* The answer may come at once. The caller has a use of the fetch, too. */
+	if (call->fetch)
+		atomic_inc(&call->fetch->pending);
 	if (tmem_get_submit(dev, get, call->generation, where->pool)) {
+		if (call->fetch)
+			atomic_dec(&call->fetch->pending);
 		tmem_bounce_free(dev, get);
 		goto no;
 	}
 	call->sent[call->nr_sent++] = (struct tmem_get_sent){
 		.get = get,
+		.queue = queue,
 		.object = where->object,
 		.first = first,
 		.count = count,

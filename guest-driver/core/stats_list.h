@@ -92,6 +92,21 @@ TMEM_STAT(misses_check)
 /* Readaheads that the driver left to the disk because their reader must not wait. */
 TMEM_STAT(reads_nowait)
 
+/*
+ * Fetches (gets for which no task waits in the driver) that sent a request, and their ends: all
+ * answers came while the reader polled; all came later; one did not come before the deadline. The
+ * other fetches are in flight.
+ */
+TMEM_STAT(fetches)
+TMEM_STAT(fetches_polled)
+TMEM_STAT(fetches_answered)
+TMEM_STAT(fetches_late)
+/* Fetches that ended early or did not begin: no bounce page or request, no memory for the bio. */
+TMEM_STAT(fetches_no_room)
+TMEM_STAT(fetches_no_memory)
+/* Fetches that left pages to the disk: pages were missing, or a write of their blocks had begun. */
+TMEM_STAT(fetches_disk)
+
 /* Requests sent to the host, and events while the driver sends them and waits for answers. */
 TMEM_STAT(requests_put)
 TMEM_STAT(requests_get)

@@ -4,8 +4,8 @@
  *
  * At suspend the driver erases all entries and frees its memory, and at resume it sets up the
  * device again. Around a hibernation the index stays empty, from before the first task is frozen
- * until the last task runs again. So a hibernation image never contains entries. A guest has at
- * most one device.
+ * until the last task runs again. So a hibernation image never contains entries. No fetch is in
+ * flight while tasks are frozen. A guest has at most one device.
  */
 #include <linux/cc_platform.h>
 #include <linux/kthread.h>
@@ -194,6 +194,7 @@ static int alloc_memory(struct tmem_dev *dev)
 		spin_lock_init(&queue->ring_lock);
 		spin_lock_init(&queue->send_lock);
 	}
+	tmem_fetch_init(dev);
 	for (i = 0; i < dev->nr_queues; i++) {
 		err = tmem_ring_init(dev, &dev->queue[i]);
 		if (!err)
@@ -282,7 +283,7 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_state_offline("no device");
 	rcu_assign_pointer(tmem_device, NULL);
 	synchronize_rcu();
-	/* New puts find no device. Wait for running gets, which end at their deadline. */
+	/* New puts find no device. Wait for gets and fetches, which end at their deadline. */
 	tmem_dev_users_wait(dev);
 	kthread_stop(dev->feeder);
 	tmem_sync_stop(dev);
@@ -295,6 +296,8 @@ static void tear_down(struct virtio_device *vdev)
 		tmem_send_lost(&dev->queue[i]);
 	}
 	vdev->config->del_vqs(vdev);
+	/* The feeder and interrupts have scheduled the tasklets. */
+	tmem_fetch_exit(dev);
 	tmem_pools_forget();
 	tmem_pools_device(false);
 	tmem_index_sweep();
@@ -400,13 +403,21 @@ static struct virtio_driver tmem_driver = {
 static int pm_notify(struct notifier_block *block, unsigned long event, void *unused)
 {
 	switch (event) {
+	case PM_SUSPEND_PREPARE:
+		tmem_fetches_pause(true);
+		break;
+	case PM_POST_SUSPEND:
+		tmem_fetches_pause(false);
+		break;
 	case PM_HIBERNATION_PREPARE:
 	case PM_RESTORE_PREPARE:
+		tmem_fetches_pause(true);
 		tmem_sync_hibernate(true);
 		break;
 	case PM_POST_HIBERNATION:
 	case PM_POST_RESTORE:
 		tmem_sync_hibernate(false);
+		tmem_fetches_pause(false);
 		break;
 	}
 	return NOTIFY_DONE;

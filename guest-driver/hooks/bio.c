@@ -185,11 +185,13 @@ static bool is_encoded(struct bio *bio)
 	return bio_has_crypt_ctx(bio) || bio_integrity(bio);
 }
 
+static void submit_rest(struct bio *bio, u64 deadline_ns);
+
 /*
  * Fills pages of a read from the host, if all conditions are met, and shortens the bio to the other
- * pages. Returns true if no page is left and the bio has ended.
+ * pages.
  */
-static bool fill(struct bio *bio)
+static enum tmem_filled fill_part(struct bio *bio, u64 deadline_ns, bool first)
 {
 	sector_t sector = bio->bi_iter.bi_sector + device_start(bio);
 	const struct tmem_area *area;
@@ -200,11 +202,31 @@ static bool fill(struct bio *bio)
 	if (area)
 		copy = *area;
 	rcu_read_unlock();
-	return tmem_area_works(&copy) && tmem_fill(bio, &copy, sector);
+	if (!tmem_area_works(&copy))
+		return TMEM_FILLED_NOTHING;
+	return tmem_fill(bio, &copy, sector, deadline_ns, first, submit_rest);
 }
 
-/* Returns true if the bio has ended. */
-static bool begin_read(struct bio *bio)
+/* Returns true if the bio has ended, or will end later. */
+static bool fill(struct bio *bio, u64 deadline_ns)
+{
+	bool first = deadline_ns == TMEM_FILL_FIRST;
+	enum tmem_filled filled;
+
+	if (first)
+		deadline_ns = tmem_get_deadline_ns();
+	do
+		filled = fill_part(bio, deadline_ns, first);
+	while (filled == TMEM_FILLED_PART);
+	return filled != TMEM_FILLED_NOTHING;
+}
+
+/*
+ * Begins a read. @deadline_ns is 0 if the disk has to read it, and TMEM_FILL_FIRST if it was not
+ * submitted before. Returns true if the bio has ended,
+ * or will end later.
+ */
+static bool begin_read(struct bio *bio, u64 deadline_ns)
 {
 	unsigned int i = 0, nr_pages;
 	struct bvec_iter iter;
@@ -216,7 +238,7 @@ static bool begin_read(struct bio *bio)
 	if (bio->bi_opf & REQ_POLLED || is_encoded(bio) || !bio->bi_end_io ||
 	    !bio_sectors(bio) || !folio_test_locked(page_folio(bio_page(bio))))
 		return false;
-	if (tmem_blocks_mode == TMEM_BLOCKS_ON && fill(bio))
+	if (tmem_blocks_mode == TMEM_BLOCKS_ON && deadline_ns && fill(bio, deadline_ns))
 		return true;
 	nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
 	t = track_new(bio, nr_pages, false);
@@ -238,6 +260,13 @@ static bool begin_read(struct bio *bio)
 	}
 	track(t);
 	return false;
+}
+
+/* Submits what a fill has left of a read. The driver sees the bio as any other one. */
+static void submit_rest(struct bio *bio, u64 deadline_ns)
+{
+	if (!begin_read(bio, deadline_ns))
+		tmem_original(submit_bio)(bio);
 }
 
 /*
@@ -303,7 +332,7 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	track(t);
 }
 
-/* Returns true if the bio has ended already. */
+/* Returns true if the bio must not be submitted, because it has ended or will end later. */
 static bool begin(struct bio *bio)
 {
 	sector_t sector, nr;
@@ -315,7 +344,7 @@ static bool begin(struct bio *bio)
 	nr = bio_sectors(bio);
 	switch (bio_op(bio)) {
 	case REQ_OP_READ:
-		return begin_read(bio);
+		return begin_read(bio, TMEM_FILL_FIRST);
 	case REQ_OP_FLUSH:
 		return false;
 	case REQ_OP_WRITE:
@@ -548,6 +577,7 @@ void tmem_bio_wait(void)
 {
 	int cpu;
 
+	tmem_fill_wait();
 	tmem_users_wait(&nr_tracked);
 	for_each_possible_cpu(cpu)
 		tasklet_kill(&per_cpu(ended, cpu).tasklet);

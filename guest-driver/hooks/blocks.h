@@ -135,7 +135,25 @@ static inline pgoff_t tmem_block_key(struct tmem_key *key, struct tmem_pool *poo
 bool tmem_is_filled(struct page *page, const struct super_block *sb);
 bool tmem_is_flushed(struct page *page, const struct super_block *sb);
 bool tmem_is_block(const struct bio_vec *bv, u64 place);
-bool tmem_fill(struct bio *bio, const struct tmem_area *area, sector_t sector);
+
+/* Result of tmem_fill(): what is filled of a bio. */
+enum tmem_filled {
+	TMEM_FILLED_NOTHING,	/* the disk has to read what is left of the bio */
+	TMEM_FILLED_PART,	/* tmem_fill() may be called for the rest, with the same deadline */
+	TMEM_FILLED_ALL,	/* the bio has ended */
+	TMEM_FILLED_LATER,	/* the bio will end, or will be submitted again */
+};
+
+/* Instead of a deadline: the deadline begins now. */
+#define TMEM_FILL_FIRST	U64_MAX
+
+typedef void tmem_submit_t(struct bio *bio, u64 deadline_ns);
+
+enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector_t sector,
+			   u64 deadline_ns, bool first, tmem_submit_t *submit);
+int tmem_fill_init(void);
+void tmem_fill_wait(void);
+void tmem_fill_exit(void);
 
 /* --- bio.c --------------------------------------------------------------------------------- */
 

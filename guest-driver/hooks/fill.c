@@ -10,6 +10,10 @@
  * all pages of a bio. Held pages between others come from the disk. A get that fails leaves its
  * pages to the disk.
  *
+ * Nobody sleeps here. A reader that will wait for the bio polls for a moment, and may find all
+ * pages filled. Otherwise the bio is in flight, as with a disk: the reader sleeps until its folio
+ * is unlocked. A tasklet ends the bio, or a work item submits the rest of it to the disk.
+ *
  * A get and a write of the same block: a get that begins while a write may be in flight is left to
  * the disk, and so is one whose block a write has reached before the answer. So a reader never sees
  * bytes that are older than those that another reader has seen.
@@ -17,26 +21,37 @@
 #include <linux/bio.h>
 #include <linux/bitmap.h>
 #include <linux/blkdev.h>
+#include <linux/irqflags.h>
 #include <linux/pagemap.h>
+#include <linux/percpu.h>
 #include <linux/sched.h>
 #include <linux/slab.h>
+#include <linux/workqueue.h>
 
-#include "../core/stats.h"
+#include "../core/get.h"
 #include "blocks.h"
 
 /* Maximum number of pages of a bio that is filled. Readahead of 8 MiB has this many. */
 #define FILL_PAGES_MAX 2048
 
-/*
- * A bio, and the pages of one tmem_get(). The structure is on the heap, because a page fault leaves
- * little space on the stack.
- */
-struct run {
-	DECLARE_BITMAP(missing, FILL_PAGES_MAX);	/* pages of the bio that are not held */
-	unsigned long want;				/* bits of pages of the run */
-	struct page *page[TMEM_RUN_PAGES];
-	u32 seq[TMEM_RUN_PAGES];
+/* A bio, and those of its pages that one fetch gets: the first or the last ones. */
+struct fill {
+	struct tmem_fetch fetch;
+	DECLARE_BITMAP(want, TMEM_FETCH_PAGES_MAX);
+	struct work_struct work;
+	struct bio *bio;
+	struct tmem_fs *fs;
+	tmem_submit_t *submit;
+	u32 block;			/* block of the first page */
+	bool suffix;			/* the last pages of the bio */
+	bool all;			/* all pages were got */
+	u32 *seq;			/* sequence numbers of the records */
+	struct page *page[];
 };
+
+static struct workqueue_struct *fill_wq;
+/* Counts whose sum over all CPUs is the number of fills in flight. */
+static DEFINE_PER_CPU(long, nr_fills);
 
 static bool is_of_file(struct folio *folio, const struct super_block *sb)
 {
@@ -98,14 +113,42 @@ bool tmem_is_block(const struct bio_vec *bv, u64 place)
 }
 
 /*
- * Returns whether the task may wait for the host. A task inside a journal transaction must not, and
- * neither must reclaim, nor a stacked driver, whose bios wait for each other.
+ * Returns whether the bio may be delayed until the deadline. A task inside a journal transaction
+ * would wait for the page with the transaction open, and reclaim would wait without memory. Inside
+ * a stacked driver, bios wait for each other.
  */
-static bool may_wait(const struct bio *bio)
+static bool may_delay(void)
 {
-	return in_task() && !(bio->bi_opf & REQ_NOWAIT) && !current->bio_list &&
-	       !current->journal_info && !(current->flags & PF_MEMALLOC) &&
-	       !tmem_plug_nowait(current->plug) && !tmem_must_not_wait();
+	return in_task() && !irqs_disabled() && !current->bio_list && !current->journal_info &&
+	       !(current->flags & PF_MEMALLOC);
+}
+
+/* Returns whether the page before a folio is being read, so that a reader waits for that one. */
+static bool follows_read(struct folio *folio)
+{
+	struct folio *before = NULL;
+	bool follows;
+
+	rcu_read_lock();
+	if (folio->index)
+		before = xa_load(&folio->mapping->i_pages, folio->index - 1);
+	follows = before && !xa_is_value(before) && folio_test_locked(before) &&
+		  !folio_test_uptodate(before);
+	rcu_read_unlock();
+	return follows;
+}
+
+/*
+ * Returns whether a reader will wait for the first page of a bio, as far as the driver can see.
+ * Nobody waits yet for a window that readahead starts in advance: its first folio has the flag
+ * "readahead". A wrong answer only costs time.
+ */
+static bool is_awaited(struct bio *bio)
+{
+	struct folio *folio = page_folio(bio_page(bio));
+
+	return !(bio->bi_opf & REQ_NOWAIT) && !tmem_plug_nowait(current->plug) &&
+	       !tmem_must_not_wait() && !folio_test_readahead(folio) && !follows_read(folio);
 }
 
 /* Returns the number of pages if all pages of the bio can be filled, and 0 otherwise. */
@@ -127,88 +170,152 @@ static unsigned int count_pages(struct bio *bio, const struct tmem_area *area, s
 }
 
 /*
- * Gets @nr pages, which @iter points to, of the blocks from @block on. Sets the bits in run->want
- * of the pages that have the bytes of the disk.
+ * Sets the numbers of pages that the host has at the begin and at the end of a bio. Both are @nr if
+ * it has all pages.
  */
-static void get_run(struct run *run, struct tmem_fs *fs, struct bio *bio, struct bvec_iter *iter,
-		    const struct tmem_area *area, u32 block, unsigned int nr, u64 deadline_ns)
-{
-	struct tmem_key key;
-	pgoff_t index = tmem_block_key(&key, fs->pool, block);
-	unsigned int i, hits;
-
-	run->want = 0;
-	for (i = 0; i < nr; i++) {
-		run->page[i] = bio_iter_iovec(bio, *iter).bv_page;
-		bio_advance_iter_single(bio, iter, PAGE_SIZE);
-		run->seq[i] = tmem_record_get(area->first + block + i);
-		if (run->seq[i])
-			__set_bit(i, &run->want);
-	}
-	/* No write erases a pool that was replaced. Sequence numbers show later writes. */
-	if (!smp_load_acquire(&fs->live))
-		run->want = 0;
-	this_cpu_add(fs->mount->counts->gets, hweight_long(run->want));
-	/* All pages can be retained: at its next eviction, a page is compared with its record. */
-	hits = tmem_get(&key, index, nr, run->page, &run->want, deadline_ns, ULONG_MAX);
-	this_cpu_add(fs->mount->counts->hits, hits);
-	for_each_set_bit(i, &run->want, nr)
-		if (!tmem_record_got(area->first + block + i, run->seq[i], run->page[i]))
-			__clear_bit(i, &run->want);
-}
-
-/*
- * Gets the pages from @from to @end - 1. Returns how many have the bytes of the disk without a gap:
- * from @from on, or, if @suffix is true, up to @end.
- */
-static unsigned int get_pages(struct run *run, struct tmem_fs *fs, struct bio *bio,
-			      const struct tmem_area *area, u32 block, unsigned int from,
-			      unsigned int end, bool suffix)
-{
-	u64 deadline_ns = tmem_get_deadline_ns();
-	struct bvec_iter iter = bio->bi_iter;
-	unsigned int at, nr, done = 0;
-	unsigned long missed;
-
-	bio_advance_iter(bio, &iter, from << PAGE_SHIFT);
-	for (at = from; at < end; at += nr) {
-		/* A run lies within an object of the index. */
-		nr = min3((unsigned int)TMEM_RUN_PAGES, end - at,
-			  (unsigned int)(BIT(TMEM_OBJECT_BITS) -
-					 (block + at) % BIT(TMEM_OBJECT_BITS)));
-		get_run(run, fs, bio, &iter, area, block + at, nr, deadline_ns);
-		missed = ~run->want & GENMASK(nr - 1, 0);
-		if (!missed) {
-			done += nr;
-		} else if (suffix) {
-			done = nr - 1 - __fls(missed);
-		} else {
-			done += __ffs(missed);
-			break;
-		}
-	}
-	return done;
-}
-
-/* Sets run->missing for the pages of a bio. Returns the number of pages that the host has. */
-static unsigned int find_held(struct run *run, const struct tmem_fs *fs, u32 block,
-			      unsigned int nr)
+static void find_held(const struct tmem_fs *fs, u32 block, unsigned int nr, unsigned int *prefix,
+		      unsigned int *suffix)
 {
 	DECLARE_BITMAP(held, TMEM_RUN_PAGES);
-	unsigned int at, part, i, sum = 0;
+	unsigned int at, part, i;
 	struct tmem_key key;
 	pgoff_t index;
 
-	bitmap_fill(run->missing, nr);
+	*prefix = *suffix = 0;
 	for (at = 0; at < nr; at += part) {
 		index = tmem_block_key(&key, fs->pool, block + at);
 		part = min3((unsigned int)TMEM_RUN_PAGES, nr - at,
 			    (unsigned int)(BIT(TMEM_OBJECT_BITS) - index));
-		sum += tmem_held(&key, index, part, held);
-		for_each_set_bit(i, held, part)
-			__clear_bit(at + i, run->missing);
+		tmem_held(&key, index, part, held);
+		for (i = 0; i < part; i++) {
+			if (!test_bit(i, held)) {
+				*suffix = 0;
+				continue;
+			}
+			if (*prefix == at + i)
+				++*prefix;
+			++*suffix;
+		}
 	}
-	return sum;
+}
+
+/*
+ * Chooses the pages of a bio that a fetch gets: from @first on, as many as the function returns.
+ * They are of one object of the index.
+ */
+static unsigned int choose(const struct tmem_fs *fs, u32 block, unsigned int nr,
+			   unsigned int *first, bool *suffix)
+{
+	unsigned int held, held_last, object;
+
+	find_held(fs, block, nr, &held, &held_last);
+	*suffix = held_last > held;
+	*first = 0;
+	if (!*suffix) {
+		object = BIT(TMEM_OBJECT_BITS) - block % BIT(TMEM_OBJECT_BITS);
+		return min3(held, object, (unsigned int)TMEM_FETCH_PAGES_MAX);
+	}
+	object = (block + nr - 1) % BIT(TMEM_OBJECT_BITS) + 1;
+	held = min3(held_last, object, (unsigned int)TMEM_FETCH_PAGES_MAX);
+	*first = nr - held;
+	return held;
+}
+
+/* Allocates a fill of @nr pages of a bio, from page @first on. @block is the block of the bio. */
+static struct fill *fill_new(struct bio *bio, const struct tmem_area *area, struct tmem_fs *fs,
+			     u32 block, unsigned int first, unsigned int nr)
+{
+	struct bvec_iter iter = bio->bi_iter;
+	struct fill *fill = NULL;
+	unsigned int i;
+
+	if (!TMEM_INJECT(nomem))
+		fill = kmalloc(struct_size(fill, page, nr) + nr * sizeof(*fill->seq),
+			       GFP_NOWAIT | __GFP_NOWARN | __GFP_NOMEMALLOC);
+	if (!fill) {
+		tmem_count(TMEM_STAT_fetches_no_memory);
+		return NULL;
+	}
+	*fill = (struct fill){
+		.bio = bio,
+		.fs = fs,
+		.block = area->first + block + first,
+		.seq = (u32 *)(fill->page + nr),
+	};
+	fill->fetch.index = tmem_block_key(&fill->fetch.key, fs->pool, block + first);
+	fill->fetch.nr = nr;
+	fill->fetch.pages = fill->page;
+	fill->fetch.want = fill->want;
+	bio_advance_iter(bio, &iter, first << PAGE_SHIFT);
+	for (i = 0; i < nr; i++) {
+		fill->page[i] = bio_iter_iovec(bio, iter).bv_page;
+		bio_advance_iter_single(bio, &iter, PAGE_SIZE);
+		fill->seq[i] = tmem_record_get(fill->block + i);
+		if (fill->seq[i])
+			__set_bit(i, fill->want);
+	}
+	return fill;
+}
+
+/*
+ * Ends a fill whose fetch has ended, and shortens the bio to the pages that are left. Returns
+ * whether none is left. Pages without a gap to the end of the bio are done.
+ */
+static bool fill_end(struct fill *fill)
+{
+	/* The first pages may come in several parts. */
+	unsigned int nr = fill->suffix ? fill->fetch.nr : fill->fetch.nr_tried;
+	unsigned int i, done = 0;
+	struct bio *bio = fill->bio;
+	bool whole;
+
+	this_cpu_add(fill->fs->mount->counts->hits, bitmap_weight(fill->want, nr));
+	/* A wrong page may have blocked the mount meanwhile. */
+	if (tmem_bypass_is_all(fill->fs->pool))
+		bitmap_zero(fill->want, nr);
+	for_each_set_bit(i, fill->want, nr)
+		if (!tmem_record_got(fill->block + i, fill->seq[i], fill->page[i]))
+			__clear_bit(i, fill->want);
+	tmem_fs_put(fill->fs);
+	while (done < nr && test_bit(fill->suffix ? nr - 1 - done : done, fill->want))
+		done++;
+	fill->all = nr && done == nr;
+	if (!fill->all)
+		tmem_count(TMEM_STAT_fetches_disk);
+	whole = bio->bi_iter.bi_size == done << PAGE_SHIFT;
+	if (fill->suffix && !whole)
+		bio->bi_iter.bi_size -= done << PAGE_SHIFT;
+	else if (!whole)
+		bio_advance(bio, done << PAGE_SHIFT);
+	return whole;
+}
+
+/* Submits what is left of a bio. It may wait now. */
+static void rest_fn(struct work_struct *work)
+{
+	struct fill *fill = container_of(work, struct fill, work);
+	u64 deadline_ns = fill->all ? fill->fetch.deadline_ns : 0;
+	tmem_submit_t *submit = fill->submit;
+	struct bio *bio = fill->bio;
+
+	kfree(fill);
+	bio->bi_opf &= ~REQ_NOWAIT;
+	submit(bio, deadline_ns);
+	tmem_users_end(&nr_fills);
+}
+
+static void fetch_done(struct tmem_fetch *fetch)
+{
+	struct fill *fill = container_of(fetch, struct fill, fetch);
+	struct bio *bio = fill->bio;
+
+	if (!fill_end(fill)) {
+		queue_work(fill_wq, &fill->work);
+		return;
+	}
+	kfree(fill);
+	bio_endio(bio);
+	tmem_users_end(&nr_fills);
 }
 
 /**
@@ -216,49 +323,99 @@ static unsigned int find_held(struct run *run, const struct tmem_fs *fs, u32 blo
  * @bio: the bio; shortened to the pages that the disk has to read
  * @area: copy of its area
  * @sector: first sector of the bio, on the whole disk
+ * @deadline_ns: the deadline
+ * @first: the caller is the task that has submitted the bio
+ * @submit: called in a task to submit what is left of the bio, with the deadline, or with 0 if the
+ *   disk has to read it
  *
- * Context: process, may sleep until the deadline.
- * Return: true if the bio has ended, because all pages were filled.
+ * Context: any; does not sleep.
+ * Return: what the caller has to do with the bio.
  */
-bool tmem_fill(struct bio *bio, const struct tmem_area *area, sector_t sector)
+enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector_t sector,
+			   u64 deadline_ns, bool first, tmem_submit_t *submit)
 {
 	u32 block = (sector - area->start) / TMEM_BLOCK_SECTORS;
-	unsigned int nr, prefix, suffix, done;
-	struct run *run = NULL;
+	enum tmem_filled filled = TMEM_FILLED_NOTHING;
+	unsigned int nr, from, part;
+	struct fill *fill = NULL;
 	struct tmem_fs *fs;
-	bool ended = false;
+	bool suffix;
 
-	if (!READ_ONCE(tmem_hooks_on) || !tmem_online() || !may_wait(bio))
-		return false;
+	if (!READ_ONCE(tmem_hooks_on) || !tmem_online() || !may_delay())
+		return filled;
 	nr = count_pages(bio, area, sector);
 	if (!nr)
-		return false;
+		return filled;
 	fs = tmem_fs_get(area->sb);
 	if (!fs)
-		return false;
+		return filled;
 	/* If live is set, the pool has pages of this mount; pairs with tmem_fs_register(). */
-	if (smp_load_acquire(&fs->live) && !tmem_bypass_is_all(fs->pool))
-		run = kmalloc(sizeof(*run), GFP_NOIO | __GFP_NORETRY | __GFP_NOWARN);
-	if (!run || !find_held(run, fs, block, nr))
+	if (!smp_load_acquire(&fs->live) || tmem_bypass_is_all(fs->pool))
 		goto put;
-	prefix = find_first_bit(run->missing, nr);
-	suffix = prefix == nr ? 0 : nr - 1 - find_last_bit(run->missing, nr);
-	if (!prefix && !suffix)
+	part = choose(fs, block, nr, &from, &suffix);
+	if (part)
+		fill = fill_new(bio, area, fs, block, from, part);
+	if (!fill)
 		goto put;
-	if (prefix >= suffix) {
-		done = get_pages(run, fs, bio, area, block, 0, prefix, false);
-		if (done == nr)
-			ended = true;
-		else
-			bio_advance(bio, done << PAGE_SHIFT);
-	} else {
-		done = get_pages(run, fs, bio, area, block, nr - suffix, nr, true);
-		bio->bi_iter.bi_size -= done << PAGE_SHIFT;
-	}
-put:
-	kfree(run);
-	tmem_fs_put(fs);
-	if (ended)
+	fill->suffix = suffix;
+	fill->submit = submit;
+	fill->fetch.done = fetch_done;
+	fill->fetch.awaited = first && is_awaited(bio);
+	fill->fetch.deadline_ns = deadline_ns;
+	INIT_WORK(&fill->work, rest_fn);
+	/* No write erases a pool that was replaced. Sequence numbers show later writes. */
+	if (!smp_load_acquire(&fs->live))
+		bitmap_zero(fill->want, part);
+	this_cpu_add(fs->mount->counts->gets, bitmap_weight(fill->want, part));
+	tmem_users_begin(&nr_fills);
+	/* All pages can be retained: at its next eviction, a page is compared with its record. */
+	if (!tmem_fetch_start(&fill->fetch))
+		return TMEM_FILLED_LATER;
+	if (fill_end(fill))
+		filled = TMEM_FILLED_ALL;
+	else if (fill->all)
+		filled = TMEM_FILLED_PART;
+	kfree(fill);
+	if (filled == TMEM_FILLED_ALL)
 		bio_endio(bio);
-	return ended;
+	tmem_users_end(&nr_fills);
+	return filled;
+put:
+	tmem_fs_put(fs);
+	return filled;
+}
+
+/**
+ * tmem_fill_init() - make the work queue
+ *
+ * Return: 0 or -ENOMEM.
+ */
+int tmem_fill_init(void)
+{
+	/* A reader may need the page to free memory, and may wait for it while tasks freeze. */
+	fill_wq = alloc_workqueue("virtio_tmem_fill", WQ_UNBOUND | WQ_HIGHPRI | WQ_MEM_RECLAIM, 0);
+	return fill_wq ? 0 : -ENOMEM;
+}
+
+/**
+ * tmem_fill_wait() - wait until no fill is in flight, after submit_bio() was released
+ *
+ * A fill ends at its deadline at the latest. The rest of its bio may still be at the disk.
+ *
+ * Context: process, may sleep.
+ */
+void tmem_fill_wait(void)
+{
+	tmem_users_wait(&nr_fills);
+	flush_workqueue(fill_wq);
+}
+
+/**
+ * tmem_fill_exit() - free the work queue
+ */
+void tmem_fill_exit(void)
+{
+	if (fill_wq)
+		destroy_workqueue(fill_wq);
+	fill_wq = NULL;
 }

@@ -286,8 +286,11 @@ int tmem_hooks_init(void)
 	if (err)
 		return err;
 	if (tmem_blocks_mode) {
-		err = tmem_areas_init();
+		err = tmem_fill_init();
+		if (!err)
+			err = tmem_areas_init();
 		if (err) {
+			tmem_fill_exit();
 			tmem_mounts_stop();
 			tmem_mounts_exit();
 			return err;
@@ -338,6 +341,8 @@ void tmem_hooks_exit(void)
 	tmem_verify_exit();
 	tmem_fs_exit();
 	tmem_mounts_exit();
-	if (tmem_blocks_mode)
+	if (tmem_blocks_mode) {
 		tmem_areas_exit();
+		tmem_fill_exit();
+	}
 }

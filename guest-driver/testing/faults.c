@@ -113,11 +113,14 @@ MODULE_PARM_DESC(test_hold_get, "TEST: 1: stop the next reader before it request
 module_param_named(test_hold_probe, tmem_hold_probe, uint, 0644);
 MODULE_PARM_DESC(test_hold_probe, "TEST: 1: stop the next probe of the open breaker after it was sent; reads 2 while it waits; 0: let it continue");
 
-unsigned int tmem_hold_read, tmem_hold_sweep;
+unsigned int tmem_hold_read, tmem_hold_sweep, tmem_hold_fetch;
 module_param_named(test_hold_read, tmem_hold_read, uint, 0644);
 MODULE_PARM_DESC(test_hold_read, "TEST: 1: stop the next readahead that finds held pages, before its deadline begins; reads 2 while it waits; 0: let it continue");
 module_param_named(test_hold_sweep, tmem_hold_sweep, uint, 0644);
 MODULE_PARM_DESC(test_hold_sweep, "TEST: 1: stop the next sweep, which clears marks and empties the pools of blocked mounts; reads 2 while it waits; 0: let it continue");
+
+module_param_named(test_hold_fetch, tmem_hold_fetch, uint, 0644);
+MODULE_PARM_DESC(test_hold_fetch, "TEST: 1: stop the next task that has sent the requests of a fetch, and polled; reads 2 while it waits; 0: let it continue");
 
 /**
  * tmem_hold() - stop the calling task if a test requests it

@@ -32,7 +32,7 @@ core/ring core/evict
 core/send
 core/feeder core/request core/pool core/pace
 core/breaker
-core/get
+core/get core/fetch
 core/sync
 core/transport
 hooks/super

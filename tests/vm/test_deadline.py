@@ -220,8 +220,8 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
 ) -> None:
     """Answers that are slow but never late open the breaker, too; only fast ones close it."""
     deadline_ms, slow_seconds = 500, 0.18
-    # The breaker's bucket as in core/breaker.c: it holds slow waits of ten deadlines, and a fiftieth of
-    # that leaks away during each deadline.
+    # The breaker's bucket as in core/breaker.c: it holds slow waits of ten deadlines, and a
+    # fiftieth of that leaks away during each deadline.
     budget_us, leak = deadline_ms * 1000 * 10, 10 / 50
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Fetches: gets for which no task waits in this driver.
+ *
+ * A reader may poll for the answers for a moment. After that, the device's interrupt takes the
+ * answers, and a tasklet copies and checks the pages and ends the fetch. Softirqs do what the end
+ * of a read from a disk does, too.
+ *
+ * One timer gives up fetches whose deadline has passed. Their requests are abandoned, as those of
+ * tasks that wait (request.c), so a silent host delays a fetch until its deadline only. Fetches are
+ * in the order of their deadlines, and the timer is armed only while there is one.
+ *
+ * Each fetch in flight has a request, so their number has a bound. A fetch that no reader waits for
+ * leaves half of the requests and bounce pages free. The driver takes a request and its bounce
+ * pages before it takes the entries out of the index, so that nothing is lost if there are none.
+ */
+#include <linux/sched.h>
+
+#include "../compat.h"
+#include "../trace.h"
+#include "get.h"
+
+/* Set from the preparation of a suspend or hibernation to its end: no fetch begins. */
+static bool paused;
+
+static struct tmem_get_sent *end_of(struct tmem_fetch *fetch)
+{
+	return fetch->call.sent + fetch->call.nr_sent;
+}
+
+/* Adds a fetch, whose requests were sent, to those that the timer gives up. */
+static void fetch_add(struct tmem_dev *dev, struct tmem_fetch *fetch)
+{
+	struct tmem_fetch *before;
+
+	spin_lock_bh(&dev->fetch_lock);
+	/* Deadlines rarely differ from the order of the fetches. */
+	list_for_each_entry_reverse(before, &dev->fetches, list)
+		if (before->deadline_ns <= fetch->deadline_ns)
+			break;
+	list_add(&fetch->list, &before->list);
+	if (!dev->fetch_timed || list_is_first(&fetch->list, &dev->fetches)) {
+		dev->fetch_timed = true;
+		hrtimer_start(&dev->fetch_timer, ns_to_ktime(fetch->deadline_ns),
+			      HRTIMER_MODE_ABS_SOFT);
+	}
+	spin_unlock_bh(&dev->fetch_lock);
+}
+
+/* Removes a fetch from the list, if the timer has not done so. The timer does not use it then. */
+static void fetch_forget(struct tmem_dev *dev, struct tmem_fetch *fetch)
+{
+	spin_lock_bh(&dev->fetch_lock);
+	list_del_init(&fetch->list);
+	spin_unlock_bh(&dev->fetch_lock);
+}
+
+/* Abandons the requests of a fetch that are not answered. The caller has a use of the fetch. */
+static void give_up(struct tmem_fetch *fetch)
+{
+	struct tmem_get_sent *sent;
+
+	for (sent = fetch->call.sent; sent < end_of(fetch); sent++) {
+		if (tmem_get_abandon(sent->get))
+			continue;
+		WRITE_ONCE(sent->get, NULL);
+		atomic_dec(&fetch->pending);
+	}
+}
+
+static enum hrtimer_restart expired(struct hrtimer *timer)
+{
+	struct tmem_dev *dev = container_of(timer, struct tmem_dev, fetch_timer);
+	u64 now_ns = ktime_get_ns();
+	struct tmem_fetch *fetch;
+
+	spin_lock_bh(&dev->fetch_lock);
+	while ((fetch = list_first_entry_or_null(&dev->fetches, struct tmem_fetch, list)) &&
+	       fetch->deadline_ns <= now_ns) {
+		list_del_init(&fetch->list);
+		/* Without a use, the fetch is about to end. */
+		if (!atomic_inc_not_zero(&fetch->pending))
+			continue;
+		give_up(fetch);
+		tmem_fetch_release(fetch, &dev->queue[0]);
+	}
+	dev->fetch_timed = fetch;
+	if (fetch)
+		hrtimer_start(timer, ns_to_ktime(fetch->deadline_ns), HRTIMER_MODE_ABS_SOFT);
+	spin_unlock_bh(&dev->fetch_lock);
+	return HRTIMER_NORESTART;
+}
+
+/* Ends a fetch that has no use any more: copies the pages, and records how long it took. */
+static void fetch_end(struct tmem_fetch *fetch)
+{
+	struct tmem_get_call *call = &fetch->call;
+	struct tmem_dev *dev = call->dev;
+	struct tmem_get_sent *sent;
+	u64 end_ns = fetch->sent_ns, at_ns;
+
+	if (call->nr_sent)
+		fetch_forget(dev, fetch);
+	for (sent = call->sent; sent < end_of(fetch); sent++) {
+		at_ns = fetch->deadline_ns;
+		if (sent->get)
+			at_ns = min(at_ns, sent->get->answered_ns);
+		end_ns = max(end_ns, at_ns);
+		if (fetch->awaited)
+			tmem_get_count_wait(at_ns - min(at_ns, fetch->sent_ns));
+		if (sent->get)
+			tmem_get_take(call, sent);
+		else
+			tmem_get_lost(call, sent);
+	}
+	if (call->nr_sent)
+		tmem_breaker_note_fetch(dev, call->late, fetch->awaited, fetch->sent_ns, end_ns);
+	tmem_admit_learn(dev, call->hits, call->lost);
+	tmem_get_trace(&fetch->key, fetch->index, fetch->nr, call->hits, fetch->begin_ns);
+	atomic_dec(&dev->nr_fetches);
+	tmem_dev_put(dev);
+}
+
+/* Ends the fetches of a queue. The answer of any queue may be the last one of a fetch. */
+static void fetched(struct tasklet_struct *tasklet)
+{
+	struct tmem_queue *queue = from_tasklet(queue, tasklet, fetch_tasklet);
+	unsigned int pages = 0;
+	struct tmem_fetch *fetch;
+
+	if (!queue->fetched_rest)
+		queue->fetched_rest = llist_reverse_order(llist_del_all(&queue->fetched));
+	while (queue->fetched_rest && pages < TMEM_FETCH_PAGES_MAX) {
+		fetch = llist_entry(queue->fetched_rest, struct tmem_fetch, node);
+		queue->fetched_rest = fetch->node.next;
+		pages += fetch->nr;
+		fetch_end(fetch);
+		tmem_count(fetch->call.late ? TMEM_STAT_fetches_late : TMEM_STAT_fetches_answered);
+		fetch->done(fetch);
+	}
+	if (queue->fetched_rest || !llist_empty(&queue->fetched))
+		tasklet_schedule(tasklet);
+}
+
+/*
+ * Polls for the answers for a short time, because an idle host answers faster than a context switch
+ * takes.
+ */
+static void fetch_poll(struct tmem_fetch *fetch)
+{
+	u64 end_ns = fetch->sent_ns + tmem_get_spin_ns();
+	struct tmem_get_sent *sent = fetch->call.sent;
+
+	while (atomic_read(&fetch->pending) > 1 && ktime_get_ns() < end_ns && !need_resched()) {
+		/* Answers for others raise a softirq, for which a task would wake a thread. */
+		local_bh_disable();
+		tmem_send_drain(sent->queue);
+		local_bh_enable();
+		if (++sent == end_of(fetch))
+			sent = fetch->call.sent;
+		cpu_relax();
+	}
+}
+
+/* Counts the wanted pages from @first on as misses. */
+static void miss_from(struct tmem_fetch *fetch, unsigned int first, enum tmem_stat why)
+{
+	unsigned int i;
+
+	for (i = first; i < fetch->nr; i++)
+		if (__test_and_clear_bit(i, fetch->want))
+			tmem_count(why);
+}
+
+/*
+ * Takes the entries, and sends the requests. Pages that cannot be requested are misses, and their
+ * entries stay in the index.
+ */
+static void fetch_request(struct tmem_fetch *fetch)
+{
+	struct tmem_get_call *call = &fetch->call;
+	unsigned int from, to;
+	bool late;
+
+	for (from = 0; from < fetch->nr; from = to) {
+		to = min(fetch->nr, from + 64 - (unsigned int)((fetch->index + from) & 63));
+		/* An answer could be late without a fault of the host: the scheduler was. */
+		late = ktime_get_ns() >= fetch->deadline_ns;
+		if (!call->generation || late || !tmem_online()) {
+			miss_from(fetch, from, late ? TMEM_STAT_misses_late :
+				  TMEM_STAT_misses_offline);
+			return;
+		}
+		call->spare = tmem_bounce_alloc(call->dev, min(to - from, call->dev->batch_max),
+						!fetch->awaited);
+		if (!call->spare) {
+			tmem_count(TMEM_STAT_fetches_no_room);
+			fetch->nr_tried = from;
+			miss_from(fetch, from, TMEM_STAT_misses_bounce);
+			return;
+		}
+		tmem_get_unit(call, from, to);
+		/* All pages were in the put ring, or had left the index. */
+		if (call->spare)
+			tmem_bounce_free(call->dev, call->spare);
+	}
+}
+
+/* Returns the device, if it may be used; or counts the reason. */
+static struct tmem_dev *fetch_begin(struct tmem_fetch *fetch)
+{
+	enum tmem_stat why = TMEM_STAT_misses_offline;
+	struct tmem_dev *dev;
+
+	tmem_count_n(TMEM_STAT_gets, bitmap_weight(fetch->want, fetch->nr));
+	dev = tmem_online() ? tmem_dev_get() : NULL;
+	if (!dev)
+		goto none;
+	if (READ_ONCE(dev->tripped)) {
+		why = TMEM_STAT_misses_tripped;
+		goto put;
+	}
+	fetch->sent_ns = ktime_get_ns();
+	if (fetch->sent_ns >= fetch->deadline_ns) {
+		why = TMEM_STAT_misses_late;
+		goto put;
+	}
+	/* Either this task sees the flag, or the task that sets it sees the fetch. */
+	atomic_inc(&dev->nr_fetches);
+	smp_mb__after_atomic();	/* pairs with tmem_fetches_pause() */
+	if (!READ_ONCE(paused))
+		return dev;
+	atomic_dec(&dev->nr_fetches);
+put:
+	tmem_dev_put(dev);
+none:
+	fetch->nr_tried = 0;
+	miss_from(fetch, 0, why);
+	return NULL;
+}
+
+/**
+ * tmem_fetch_start() - get pages back from the put ring or from the host, without waiting
+ * @fetch: the pages
+ *
+ * On a hit, the bit in fetch->want stays set.
+ *
+ * Context: process, interrupts on, does not sleep. Polls for the time of the parameter spin_us if a
+ * reader will wait for the pages.
+ *
+ * Return: true if the fetch has ended. Otherwise it ends at its deadline at the latest, and calls
+ * fetch->done().
+ */
+bool tmem_fetch_start(struct tmem_fetch *fetch)
+{
+	struct tmem_get_call *call = &fetch->call;
+	struct tmem_dev *dev;
+
+	dev = fetch_begin(fetch);
+	if (!dev)
+		return true;
+	*call = (struct tmem_get_call){
+		.dev = dev,
+		.key = &fetch->key,
+		.index = fetch->index,
+		.pages = fetch->pages,
+		.want = fetch->want,
+		.inside_end = ULONG_MAX,
+		.deadline_ns = fetch->deadline_ns,
+		.generation = READ_ONCE(dev->generation),
+		.bucket = tmem_index_bucket(&fetch->key),
+		.fetch = fetch,
+	};
+	fetch->nr_tried = fetch->nr;
+	fetch->begin_ns = trace_tmem_get_enabled() ? fetch->sent_ns : 0;
+	atomic_set(&fetch->pending, 1);
+	INIT_LIST_HEAD(&fetch->list);
+	smp_rmb();	/* read the generation before the index; pairs with sync_work_fn() */
+	fetch_request(fetch);
+	if (call->nr_sent) {
+		tmem_count(TMEM_STAT_fetches);
+		fetch_add(dev, fetch);
+		if (fetch->awaited)
+			fetch_poll(fetch);
+	}
+	TMEM_HOLD(fetch);
+	if (!atomic_dec_and_test(&fetch->pending))
+		return false;
+	if (call->nr_sent)
+		tmem_count(TMEM_STAT_fetches_polled);
+	fetch_end(fetch);
+	return true;
+}
+
+/**
+ * tmem_fetches_pause() - stop or allow fetches, and wait for those in flight
+ * @pause: true to stop them
+ *
+ * Context: process, sleeps until the deadline of the last fetch.
+ */
+void tmem_fetches_pause(bool pause)
+{
+	struct tmem_dev *dev;
+
+	WRITE_ONCE(paused, pause);
+	if (!pause)
+		return;
+	smp_mb();	/* pairs with fetch_begin() */
+	dev = tmem_dev_get();
+	if (!dev)
+		return;
+	while (atomic_read(&dev->nr_fetches))
+		schedule_timeout_uninterruptible(1);
+	tmem_dev_put(dev);
+}
+
+/**
+ * tmem_fetch_init() - set up the fetches of a device
+ * @dev: the device, whose queues are allocated
+ */
+void tmem_fetch_init(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	spin_lock_init(&dev->fetch_lock);
+	INIT_LIST_HEAD(&dev->fetches);
+	tmem_hrtimer_setup(&dev->fetch_timer, expired, HRTIMER_MODE_ABS_SOFT);
+	for (i = 0; i < dev->nr_queues; i++) {
+		init_llist_head(&dev->queue[i].fetched);
+		tasklet_setup(&dev->queue[i].fetch_tasklet, fetched);
+	}
+}
+
+/**
+ * tmem_fetch_exit() - stop timer and tasklets
+ * @dev: the device, which has no fetch; nobody takes its answers any more
+ *
+ * Context: process, may sleep.
+ */
+void tmem_fetch_exit(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	hrtimer_cancel(&dev->fetch_timer);
+	for (i = 0; i < dev->nr_queues; i++)
+		tasklet_kill(&dev->queue[i].fetch_tasklet);
+}
