@@ -139,6 +139,8 @@ class Liar:
         self.retainable = 0  # number of pages that gets allowed to retain
         self.outdated = 0  # number of pages of REFs whose key has a page with another cookie
         self.delay_seconds = 0.0  # delay of each answer, even if it is right
+        self.reverse = False  # True: requests of a queue that wait together are answered backwards
+        self.reversed = 0  # number of answers that overtook an older request
         self.quick_probes = False  # True: gets with cookie 0, which are probes, are not delayed
         self.silent: frozenset[int] = frozenset()  # types of requests that are not answered
         self.skipped = 0  # number of requests that were skipped at reconnects
@@ -355,8 +357,15 @@ class Liar:
         now = time.monotonic()
         ring.arrived.extend([now] * (((limit - ring.next) & 0xFFFF) - len(ring.arrived)))
         done = 0
-        while ring.next != limit:
-            place = available + 4 + ring.next % ring.size * 2
+        numbers = [(ring.next + n) & 0xFFFF for n in range((limit - ring.next) & 0xFFFF)]
+        if self.reverse and not self.silent and numbers:
+            # Wait until all of them are due, so that none is left out.
+            if ring.arrived[-1] + self.delay_seconds > now:
+                return
+            self.reversed += len(numbers) - 1
+            numbers.reverse()
+        for number in numbers:
+            place = available + 4 + number % ring.size * 2
             chain = self._chain(descriptors, self._u16(place)[0])
             kind = REQUEST.unpack_from(chain.readable)[1]
             if (kind, self.lie) in ((T_GET, "late"), (T_REF, "ref-late")) or kind in self.silent:

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Gets by block that no task waits for: right bytes, bounded, and gone before the module is.
+
+The device of most tests is a Liar, which answers late, never, out of order or wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from driver import (
+    DEADLINE_MAX_MS,
+    MODULE,
+    PATIENT,
+    WHERE,
+    Hold,
+    Torture,
+    checksums,
+    driver_guest,
+    evict,
+    growth,
+    is_on,
+    programs,
+    seed,
+    set_parameter,
+    settle,
+    start_daemon,
+    state,
+    stats,
+    wait_state,
+)
+from liar import LIES_OF_GETS, T_GET, Liar
+
+from harness import fio
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Tmem
+from harness.wait import scaled, until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
+NOWAIT = "/bin/nowait"
+FIO = "/bin/fio"
+FILES = 8
+PAGES = 64  # pages of a file
+# Evicted last, so that it replaces the other files in the put ring, which the driver reads itself.
+FILLER = f"{WHERE}/filler"
+FILLER_PAGES = 1024
+# Time that unloading may take in addition to the deadline.
+UNLOAD_SECONDS = 20.0
+
+
+def boot(session: Session, kernel: Kernel, module: Path, liar: Liar, parameters: str = "") -> Guest:
+    parameters = f"blocks=on verify_every=0 {parameters}"
+    return driver_guest(
+        session,
+        kernel,
+        module,
+        Tmem(liar.path),
+        parameters=parameters,
+        cpus=2,
+        files=programs(NOWAIT),
+    )
+
+
+def make(guest: Guest) -> dict[str, str]:
+    """Makes files, evicts their pages to the host, and returns their checksums.
+
+    A file fits the put ring, so that no put is dropped.
+    """
+    sums = {}
+    guest.sh(f"dd if=/dev/urandom of={FILLER} bs=4k count={FILLER_PAGES} 2>/dev/null; sync", 60)
+    for number in range(FILES):
+        path = f"{WHERE}/f{number}"
+        guest.sh(f"dd if=/dev/urandom of={path} bs=4k count={PAGES} 2>/dev/null; sync", 60)
+        sums |= checksums(guest, [path])
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+        settle(guest)
+    evict(guest, [FILLER])
+    return sums
+
+
+def evict_again(guest: Guest, paths: list[str]) -> None:
+    evict(guest, [*paths, FILLER])
+
+
+def in_flight(counters: dict[str, int]) -> int:
+    ended = sum(counters[f"fetches_{how}"] for how in ("polled", "answered", "late"))
+    return counters["fetches"] - ended
+
+
+def wait_ended(guest: Guest) -> None:
+    until(lambda: in_flight(stats(guest)) == 0, 30, "all fetches have ended")
+
+
+@pytest.mark.smoke
+def test_pages_come_after_their_reader_stopped_polling(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """A slow host fills reads by the interrupt, and a silent one leaves them to the disk."""
+    with Liar(session.directory / "liar") as liar:
+        guest = boot(session, kernel, module, liar, PATIENT)
+        sums = make(guest)
+        liar.delay_seconds = 0.02
+        before = stats(guest)
+        assert checksums(guest, list(sums)) == sums
+        wait_ended(guest)
+        grown = growth(before, stats(guest))
+        print(grown)
+        assert grown["fetches_answered"] > 0 and grown["hits"] > PAGES
+        assert grown["fetches_late"] == 0
+
+        liar.delay_seconds = 0.0
+        evict_again(guest, list(sums))
+        set_parameter(guest, "deadline_ms", "50")
+        liar.silent = frozenset({T_GET})
+        before = stats(guest)
+        assert checksums(guest, list(sums)) == sums
+        wait_ended(guest)
+        grown = growth(before, stats(guest))
+        print(grown)
+        assert grown["fetches_late"] > 0 and grown["fetches_disk"] > 0
+        assert state(guest) == "tripped"
+        liar.silent = frozenset()
+        wait_state(guest, "on")
+
+
+def test_wrong_answers_leave_the_pages_to_the_disk(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """Each wrong answer gives right bytes and no error; wrong contents switch the cache off."""
+    with Liar(session.directory / "liar") as liar:
+        guest = boot(session, kernel, module, liar)
+        sums = make(guest)
+        for lie in LIES_OF_GETS:
+            until(lambda: is_on(guest), 60, "the breaker is closed")
+            liar.lie = lie
+            before = stats(guest)
+            assert checksums(guest, list(sums)) == sums, lie
+            wait_ended(guest)
+            grown = growth(before, stats(guest))
+            print(lie, grown)
+            # A busy machine may open the breaker.
+            assert grown["fetches_disk"] > 0 or grown["trips"] > 0, lie
+            assert grown["mismatches"] == 0
+            liar.lie = ""
+            evict_again(guest, list(sums))
+        until(lambda: is_on(guest), 60, "the breaker is closed")
+        evict_again(guest, list(sums))
+        liar.lie = "content"
+        assert checksums(guest, list(sums)) == sums
+        wait_state(guest, "poisoned")
+        assert in_flight(stats(guest)) == 0
+
+
+def test_answers_out_of_order_end_their_own_reads(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    with Liar(session.directory / "liar") as liar:
+        guest = boot(session, kernel, module, liar, PATIENT)
+        sums = make(guest)
+        liar.reverse = True
+        liar.delay_seconds = 0.01
+        before = stats(guest)
+        readers = [
+            guest.start(f"dd if={path} bs=4k skip={at} count=16 2>/dev/null | sha256sum", 60)
+            for path in sums
+            for at in range(0, PAGES, 32)
+        ]
+        for reader in readers:
+            reader.wait().check()
+        assert checksums(guest, list(sums)) == sums
+        wait_ended(guest)
+        assert liar.reversed > 0
+        assert growth(before, stats(guest))["hits"] > 0
+
+
+@pytest.mark.smoke
+def test_readers_that_must_not_wait_get_pages(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """A read with RWF_NOWAIT starts a get, does not wait for it, and a later one has the page."""
+    with Liar(session.directory / "liar") as liar:
+        guest = boot(session, kernel, module, liar, PATIENT)
+        sums = make(guest)
+        path = next(iter(sums))
+        liar.delay_seconds = 0.2
+        before = stats(guest)
+        print(guest.sh(f"{NOWAIT} {path} 16"))
+        wait_ended(guest)
+        grown = growth(before, stats(guest))
+        print(grown)
+        assert grown["hits"] > 0 and grown["fetches_answered"] > 0
+        words = guest.sh(f"{NOWAIT} {path} 16").split()
+        assert int(words[words.index("again") + 1]) == 0
+        liar.delay_seconds = 0.0
+        assert checksums(guest, list(sums)) == sums
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("how", ["rmmod", "unbind"])
+def test_silent_host_does_not_delay_unloading(
+    session: Session, kernel: Kernel, module: Path, how: str
+) -> None:
+    """Module and device go away with reads in flight, which then come from the disk."""
+    with Liar(session.directory / "liar") as liar:
+        guest = boot(session, kernel, module, liar, PATIENT)
+        sums = make(guest)
+        liar.silent = frozenset({T_GET})
+        readers = [guest.start(f"sha256sum {path}", 60) for path in sums]
+        until(lambda: liar.waiting() > 0, 30, "the device has requests")
+        name = guest.sh(f"cd {DRIVER} && echo virtio*").split()[0]
+        command = "rmmod virtio_tmem" if how == "rmmod" else f"echo {name} >{DRIVER}/unbind"
+        guest.sh(command, DEADLINE_MAX_MS / 1000 + scaled(UNLOAD_SECONDS))
+        for reader, digest in zip(readers, sums.values(), strict=True):
+            assert reader.wait().check().text.split()[0] == digest
+        liar.silent = frozenset()
+        if how == "rmmod":
+            guest.insmod(MODULE, "blocks=on verify_every=0")
+        else:
+            guest.sh(f"echo {name} >{DRIVER}/bind", 60)
+        wait_state(guest, "on")
+        assert checksums(guest, list(sums)) == sums
+
+
+@pytest.mark.smoke
+def test_read_that_a_write_overtakes_has_the_written_bytes(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A block that is written after the request for it comes from the disk.
+
+    The write goes to the disk itself, because the file system would wait for the reader.
+    """
+    with Liar(session.directory / "liar") as liar:
+        guest = boot(session, kernel, test_module, liar, PATIENT)
+        sums = make(guest)
+        path = next(iter(sums))
+        guest.sh(f"dd if={path} of=/tmp/old bs=4k count=1 iflag=direct 2>/dev/null")
+        content = guest.get("/tmp/old")
+        image = (session.directory / "data.img").read_bytes()
+        place = image.find(content)
+        assert place > 0 and place % 4096 == 0 and image.find(content, place + 1) < 0
+        new = os.urandom(4096)
+        guest.put("/tmp/new", new)
+        disk = f"/dev/{guest.disk('data')}"
+        set_parameter(guest, "spin_us", "0")
+        hold = Hold(guest, "fetch")
+        before = stats(guest)
+        reader = guest.start(f"dd if={path} bs=4k count=1 2>/dev/null | sha256sum", 60)
+        hold.wait()
+        guest.sh(f"dd if=/tmp/new of={disk} bs=4k seek={place // 4096} oflag=direct 2>/dev/null")
+        hold.release()
+        read = reader.wait().check().text.split()[0]
+        assert read != guest.sh("sha256sum /tmp/old").split()[0]
+        assert read == guest.sh("sha256sum /tmp/new").split()[0]
+        assert growth(before, stats(guest))["fetches_disk"] == 1
+
+
+def test_reads_without_memory_come_from_the_disk(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    with Liar(session.directory / "liar") as liar:
+        guest = boot(session, kernel, test_module, liar)
+        sums = make(guest)
+        set_parameter(guest, "inject_nomem", "1")
+        before = stats(guest)
+        assert checksums(guest, list(sums)) == sums
+        grown = growth(before, stats(guest))
+        set_parameter(guest, "inject_nomem", "0")
+        assert grown["fetches_no_memory"] > 0 and grown["gets"] == 0
+
+
+@pytest.mark.smoke
+def test_host_that_stops_under_load_causes_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The torture finds no wrong byte and no error while the daemon stops and continues."""
+    daemon = start_daemon(session)
+    guest = driver_guest(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        parameters="blocks=on verify_every=0 deadline_ms=5",
+        cpus=2,
+    )
+    torture = Torture(
+        guest, f"--seed={seed()} --ops=8000 --files=16 --size-max=524288 --jobs=2", 900
+    )
+    for _ in range(4):
+        hits = stats(guest)["hits"]
+        until(lambda hits=hits: stats(guest)["hits"] > hits, 120, "pages come from the host")  # type: ignore[misc]
+        late = stats(guest)["fetches_late"]
+        daemon.pause()
+        until(
+            lambda late=late: stats(guest)["fetches_late"] > late,  # type: ignore[misc]
+            120,
+            "reads are late",
+        )
+        daemon.resume()
+    torture.finish()
+    wait_ended(guest)
+    wait_state(guest, "on")
+
+
+def test_fio_with_depth_reads_right_bytes(session: Session, kernel: Kernel, module: Path) -> None:
+    """io_uring reads many blocks at a time from the host, and fio verifies each of them."""
+    guest = driver_guest(
+        session,
+        kernel,
+        module,
+        parameters=f"blocks=on verify_every=0 {PATIENT}",
+        cpus=2,
+        files={FIO: fio.program()},
+    )
+    common = (
+        f"cd {WHERE} && {FIO} --name=f --size=12m --bs=4k --fallocate=none --invalidate=0"
+        f" --verify=crc32c --verify_fatal=1 --verify_state_save=0 --randseed={seed()}"
+    )
+    guest.sh(f"{common} --ioengine=psync --rw=randwrite --do_verify=0", 300)
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
+    before = settle(guest)
+    guest.sh(f"{common} --ioengine=io_uring --iodepth=16 --rw=randwrite --verify_only", 300)
+    grown = growth(before, stats(guest))
+    print(grown)
+    assert grown["hits"] > 1000
+    wait_ended(guest)
+    wait_state(guest, "on")
