@@ -10,8 +10,8 @@
  * tasks that wait (request.c), so a silent host delays a fetch until its deadline only. Fetches are
  * in the order of their deadlines, and the timer is armed only while there is one.
  *
- * Each fetch in flight has a request, so their number has a bound. A fetch that no reader waits for
- * leaves half of the requests and bounce pages free. The driver takes a request and its bounce
+ * Each fetch in flight has a request, so their number has a bound. A fetch for readahead that begins
+ * in advance leaves half of the requests and bounce pages free. The driver takes a request and its bounce
  * pages before it takes the entries out of the index, so that nothing is lost if there are none.
  */
 #include <linux/sched.h>
@@ -192,7 +192,7 @@ static void fetch_request(struct tmem_fetch *fetch)
 			return;
 		}
 		call->spare = tmem_bounce_alloc(call->dev, min(to - from, call->dev->batch_max),
-						!fetch->awaited);
+						fetch->ahead);
 		if (!call->spare) {
 			tmem_count(TMEM_STAT_fetches_no_room);
 			fetch->nr_tried = from;

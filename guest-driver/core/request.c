@@ -349,7 +349,7 @@ static struct tmem_get_req *take_request(struct tmem_get_call *call, unsigned in
 	struct tmem_get_req *get = call->spare;
 
 	if (!get)
-		return tmem_bounce_alloc(call->dev, count, call->fetch && !call->fetch->awaited);
+		return tmem_bounce_alloc(call->dev, count, call->fetch && call->fetch->ahead);
 	call->spare = NULL;
 	tmem_bounce_trim(call->dev, get, count);
 	return get;

@@ -139,16 +139,15 @@ static bool follows_read(struct folio *folio)
 }
 
 /*
- * Returns whether a reader will wait for the first page of a bio, as far as the driver can see.
- * Nobody waits yet for a window that readahead starts in advance: its first folio has the flag
- * "readahead". A wrong answer only costs time.
+ * Returns whether a reader sleeps until the first page of a bio is read, as far as the driver can
+ * see, unless readahead begins in advance. A wrong answer only costs time.
  */
 static bool is_awaited(struct bio *bio)
 {
 	struct folio *folio = page_folio(bio_page(bio));
 
 	return !(bio->bi_opf & REQ_NOWAIT) && !tmem_plug_nowait(current->plug) &&
-	       !tmem_must_not_wait() && !folio_test_readahead(folio) && !follows_read(folio);
+	       !tmem_must_not_wait() && !follows_read(folio);
 }
 
 /* Returns the number of pages if all pages of the bio can be filled, and 0 otherwise. */
@@ -360,7 +359,9 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	fill->suffix = suffix;
 	fill->submit = submit;
 	fill->fetch.done = fetch_done;
-	fill->fetch.awaited = first && is_awaited(bio);
+	/* Readahead sets the flag in the first folio of a window that it begins in advance. */
+	fill->fetch.ahead = folio_test_readahead(page_folio(bio_page(bio)));
+	fill->fetch.awaited = first && !fill->fetch.ahead && is_awaited(bio);
 	fill->fetch.deadline_ns = deadline_ns;
 	INIT_WORK(&fill->work, rest_fn);
 	/* No write erases a pool that was replaced. Sequence numbers show later writes. */
