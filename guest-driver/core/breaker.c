@@ -29,11 +29,6 @@
 /* The breaker opens after this many tmem_get() calls in a row that missed the deadline. */
 #define LATE_ROW_MAX		3
 /*
- * A tmem_get() call is slow if it waits longer for answers than the deadline divided by this
- * number. A disk would be as fast as a slow call.
- */
-#define SLOW_DIVISOR		4
-/*
  * The breaker also opens when abandoned requests (not answered before the deadline) have more than
  * 1 / KEPT_DIVISOR of the bounce pages at the host.
  */
@@ -185,7 +180,7 @@ static void opened(struct tmem_dev *dev)
 
 static bool is_slow(u64 host_ns)
 {
-	return host_ns > tmem_get_span_ns() / SLOW_DIVISOR;
+	return host_ns > tmem_get_span_ns() / TMEM_SLOW_DIVISOR;
 }
 
 /**
@@ -237,7 +232,8 @@ void tmem_breaker_note_fetch(struct tmem_dev *dev, bool late, bool awaited, u64 
 	u64 host_ns = end_ns - min(begin_ns, end_ns);
 	struct waits waits = {
 		.late = late,
-		.slow = is_slow(host_ns),
+		/* Nobody has waited for a fetch in advance, unless it is late. */
+		.slow = (awaited || late) && is_slow(host_ns),
 		.waited_ns = awaited ? host_ns : 0,
 	};
 	unsigned long flags;
@@ -312,7 +308,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 		get->out.get.object = cpu_to_le64(1);
 		get->out.get.index = 0;
 		get->out.cookie[0] = 0;
-		deadline_ns = ktime_get_ns() + tmem_get_span_ns() / SLOW_DIVISOR;
+		deadline_ns = ktime_get_ns() + tmem_get_span_ns() / TMEM_SLOW_DIVISOR;
 		if (tmem_get_submit(dev, get, generation, 1)) {
 			tmem_bounce_free(dev, get);
 			return;

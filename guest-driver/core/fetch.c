@@ -11,8 +11,12 @@
  * in the order of their deadlines, and the timer is armed only while there is one.
  *
  * Each fetch in flight has a request, so their number has a bound. A fetch for readahead that begins
- * in advance leaves half of the requests and bounce pages free. The driver takes a request and its bounce
- * pages before it takes the entries out of the index, so that nothing is lost if there are none.
+ * in advance leaves half of the requests and bounce pages free. The driver takes a request and its
+ * bounce pages before it takes the entries out of the index, so that nothing is lost if there are
+ * none.
+ *
+ * While a reader polls, nobody else ends its fetch: other readers of the same pages wait until it
+ * runs again, if the scheduler or the host stops it there.
  */
 #include <linux/sched.h>
 
@@ -55,12 +59,16 @@ static void fetch_forget(struct tmem_dev *dev, struct tmem_fetch *fetch)
 	spin_unlock_bh(&dev->fetch_lock);
 }
 
-/* Abandons the requests of a fetch that are not answered. The caller has a use of the fetch. */
+/*
+ * Abandons the requests of a fetch that are not answered. The caller has a use of the fetch. Answers
+ * may be in the ring if the processor that takes the interrupt does not run.
+ */
 static void give_up(struct tmem_fetch *fetch)
 {
 	struct tmem_get_sent *sent;
 
 	for (sent = fetch->call.sent; sent < end_of(fetch); sent++) {
+		tmem_send_drain(sent->queue);
 		if (tmem_get_abandon(sent->get))
 			continue;
 		WRITE_ONCE(sent->get, NULL);
@@ -130,8 +138,10 @@ static void fetched(struct tasklet_struct *tasklet)
 
 	if (!queue->fetched_rest)
 		queue->fetched_rest = llist_reverse_order(llist_del_all(&queue->fetched));
-	while (queue->fetched_rest && pages < TMEM_FETCH_PAGES_MAX) {
+	while (queue->fetched_rest) {
 		fetch = llist_entry(queue->fetched_rest, struct tmem_fetch, node);
+		if (pages && pages + fetch->nr > TMEM_FETCH_PAGES_MAX)
+			break;
 		queue->fetched_rest = fetch->node.next;
 		pages += fetch->nr;
 		fetch_end(fetch);
@@ -162,6 +172,15 @@ static void fetch_poll(struct tmem_fetch *fetch)
 	}
 }
 
+/*
+ * Returns whether a request that is sent now may be late without a fault of the host, because a task
+ * or an earlier part of the same bio has used up the time.
+ */
+static bool is_too_late(const struct tmem_fetch *fetch, u64 now_ns)
+{
+	return now_ns + tmem_get_span_ns() / TMEM_SLOW_DIVISOR > fetch->deadline_ns;
+}
+
 /* Counts the wanted pages from @first on as misses. */
 static void miss_from(struct tmem_fetch *fetch, unsigned int first, enum tmem_stat why)
 {
@@ -184,15 +203,16 @@ static void fetch_request(struct tmem_fetch *fetch)
 
 	for (from = 0; from < fetch->nr; from = to) {
 		to = min(fetch->nr, from + 64 - (unsigned int)((fetch->index + from) & 63));
-		/* An answer could be late without a fault of the host: the scheduler was. */
-		late = ktime_get_ns() >= fetch->deadline_ns;
+		late = is_too_late(fetch, ktime_get_ns());
 		if (!call->generation || late || !tmem_online()) {
 			miss_from(fetch, from, late ? TMEM_STAT_misses_late :
 				  TMEM_STAT_misses_offline);
 			return;
 		}
-		call->spare = tmem_bounce_alloc(call->dev, min(to - from, call->dev->batch_max),
-						fetch->ahead);
+		if (call->nr_sent < TMEM_GET_BURST)
+			call->spare = tmem_bounce_alloc(call->dev,
+							min(to - from, call->dev->batch_max),
+							fetch->ahead);
 		if (!call->spare) {
 			tmem_count(TMEM_STAT_fetches_no_room);
 			fetch->nr_tried = from;
@@ -203,6 +223,7 @@ static void fetch_request(struct tmem_fetch *fetch)
 		/* All pages were in the put ring, or had left the index. */
 		if (call->spare)
 			tmem_bounce_free(call->dev, call->spare);
+		call->spare = NULL;
 	}
 }
 
@@ -221,7 +242,7 @@ static struct tmem_dev *fetch_begin(struct tmem_fetch *fetch)
 		goto put;
 	}
 	fetch->sent_ns = ktime_get_ns();
-	if (fetch->sent_ns >= fetch->deadline_ns) {
+	if (is_too_late(fetch, fetch->sent_ns)) {
 		why = TMEM_STAT_misses_late;
 		goto put;
 	}

@@ -15,6 +15,12 @@
 #define TMEM_GET_BURST		16
 
 /*
+ * A tmem_get() call is slow if it waits longer for answers than the deadline divided by this
+ * number. A disk would be as fast as a slow call.
+ */
+#define TMEM_SLOW_DIVISOR		4
+
+/*
  * Maximum number of pages of a fetch. A run of the tasklet copies as many, in about 100 us.
  */
 #define TMEM_FETCH_PAGES_MAX	256

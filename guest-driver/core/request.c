@@ -186,7 +186,10 @@ bool tmem_get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_ns)
 	u64 now_ns = ktime_get_ns();
 
 	while (now_ns < spin_until_ns && !need_resched()) {
+		/* The answer to a fetch raises a softirq. */
+		local_bh_disable();
 		tmem_send_drain(get->queue);
+		local_bh_enable();
 		if (tmem_get_done(get))
 			return true;
 		cpu_relax();

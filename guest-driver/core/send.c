@@ -610,9 +610,15 @@ bool tmem_send(struct tmem_queue *queue)
 void tmem_send_all(struct tmem_queue *queue)
 {
 	unsigned int turns = DIV_ROUND_UP(TMEM_PUTS_IN_FLIGHT, TMEM_SEND_BATCHES);
+	bool more;
 
-	while (turns-- && send_turn(queue, true))
+	do {
+		/* The answer to a fetch raises a softirq. */
+		local_bh_disable();
+		more = send_turn(queue, true);
+		local_bh_enable();
 		cond_resched();
+	} while (more && --turns);
 }
 
 /**

@@ -191,7 +191,7 @@ static void submit_rest(struct bio *bio, u64 deadline_ns);
  * Fills pages of a read from the host, if all conditions are met, and shortens the bio to the other
  * pages.
  */
-static enum tmem_filled fill_part(struct bio *bio, u64 deadline_ns, bool first)
+static enum tmem_filled fill_part(struct bio *bio, u64 deadline_ns, bool awaited)
 {
 	sector_t sector = bio->bi_iter.bi_sector + device_start(bio);
 	const struct tmem_area *area;
@@ -204,27 +204,28 @@ static enum tmem_filled fill_part(struct bio *bio, u64 deadline_ns, bool first)
 	rcu_read_unlock();
 	if (!tmem_area_works(&copy))
 		return TMEM_FILLED_NOTHING;
-	return tmem_fill(bio, &copy, sector, deadline_ns, first, submit_rest);
+	return tmem_fill(bio, &copy, sector, deadline_ns, awaited, submit_rest);
 }
 
 /* Returns true if the bio has ended, or will end later. */
 static bool fill(struct bio *bio, u64 deadline_ns)
 {
-	bool first = deadline_ns == TMEM_FILL_FIRST;
 	enum tmem_filled filled;
+	bool awaited = false;
 
-	if (first)
+	if (deadline_ns == TMEM_FILL_FIRST) {
 		deadline_ns = tmem_get_deadline_ns();
+		awaited = tmem_is_awaited(bio);
+	}
 	do
-		filled = fill_part(bio, deadline_ns, first);
+		filled = fill_part(bio, deadline_ns, awaited);
 	while (filled == TMEM_FILLED_PART);
 	return filled != TMEM_FILLED_NOTHING;
 }
 
 /*
  * Begins a read. @deadline_ns is 0 if the disk has to read it, and TMEM_FILL_FIRST if it was not
- * submitted before. Returns true if the bio has ended,
- * or will end later.
+ * submitted before. Returns true if the bio has ended, or will end later.
  */
 static bool begin_read(struct bio *bio, u64 deadline_ns)
 {

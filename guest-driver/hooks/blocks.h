@@ -135,6 +135,7 @@ static inline pgoff_t tmem_block_key(struct tmem_key *key, struct tmem_pool *poo
 bool tmem_is_filled(struct page *page, const struct super_block *sb);
 bool tmem_is_flushed(struct page *page, const struct super_block *sb);
 bool tmem_is_block(const struct bio_vec *bv, u64 place);
+bool tmem_is_awaited(struct bio *bio);
 
 /* Result of tmem_fill(): what is filled of a bio. */
 enum tmem_filled {
@@ -150,7 +151,7 @@ enum tmem_filled {
 typedef void tmem_submit_t(struct bio *bio, u64 deadline_ns);
 
 enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector_t sector,
-			   u64 deadline_ns, bool first, tmem_submit_t *submit);
+			   u64 deadline_ns, bool awaited, tmem_submit_t *submit);
 int tmem_fill_init(void);
 void tmem_fill_wait(void);
 void tmem_fill_exit(void);

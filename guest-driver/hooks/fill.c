@@ -21,6 +21,7 @@
 #include <linux/bio.h>
 #include <linux/bitmap.h>
 #include <linux/blkdev.h>
+#include <linux/ioprio.h>
 #include <linux/irqflags.h>
 #include <linux/pagemap.h>
 #include <linux/percpu.h>
@@ -33,6 +34,13 @@
 
 /* Maximum number of pages of a bio that is filled. Readahead of 8 MiB has this many. */
 #define FILL_PAGES_MAX 2048
+
+/*
+ * Number of bios whose rest is on its way to the disk from which on no fill begins: readers then wait
+ * for the disk themselves. A fill ends at its deadline, but a disk may be slower, and must not delay
+ * the rests for other disks, which the same work queue submits.
+ */
+#define RESTS_MAX 32
 
 /* A bio, and those of its pages that one fetch gets: the first or the last ones. */
 struct fill {
@@ -52,6 +60,8 @@ struct fill {
 static struct workqueue_struct *fill_wq;
 /* Counts whose sum over all CPUs is the number of fills in flight. */
 static DEFINE_PER_CPU(long, nr_fills);
+/* Number of bios whose rest was not submitted yet. */
+static atomic_t nr_rests = ATOMIC_INIT(0);
 
 static bool is_of_file(struct folio *folio, const struct super_block *sb)
 {
@@ -115,12 +125,13 @@ bool tmem_is_block(const struct bio_vec *bv, u64 place)
 /*
  * Returns whether the bio may be delayed until the deadline. A task inside a journal transaction
  * would wait for the page with the transaction open, and reclaim would wait without memory. Inside
- * a stacked driver, bios wait for each other.
+ * a stacked driver, bios wait for each other, and a loop device's task waits for bios of its file.
  */
 static bool may_delay(void)
 {
 	return in_task() && !irqs_disabled() && !current->bio_list && !current->journal_info &&
-	       !(current->flags & PF_MEMALLOC);
+	       !(current->flags & (PF_MEMALLOC | PF_LOCAL_THROTTLE)) &&
+	       atomic_read(&nr_rests) < RESTS_MAX;
 }
 
 /* Returns whether the page before a folio is being read, so that a reader waits for that one. */
@@ -138,16 +149,21 @@ static bool follows_read(struct folio *folio)
 	return follows;
 }
 
-/*
- * Returns whether a reader sleeps until the first page of a bio is read, as far as the driver can
- * see, unless readahead begins in advance. A wrong answer only costs time.
+/**
+ * tmem_is_awaited() - check whether a reader will wait for the first page of a bio
+ * @bio: the bio, which the current task submits
+ *
+ * As far as the driver can see: nobody waits yet for a window that readahead starts in advance. Its
+ * first folio has the flag "readahead". A wrong answer only costs time.
+ *
+ * Return: true if a reader will wait.
  */
-static bool is_awaited(struct bio *bio)
+bool tmem_is_awaited(struct bio *bio)
 {
 	struct folio *folio = page_folio(bio_page(bio));
 
 	return !(bio->bi_opf & REQ_NOWAIT) && !tmem_plug_nowait(current->plug) &&
-	       !tmem_must_not_wait() && !follows_read(folio);
+	       !tmem_must_not_wait() && !folio_test_readahead(folio) && !follows_read(folio);
 }
 
 /* Returns the number of pages if all pages of the bio can be filled, and 0 otherwise. */
@@ -215,7 +231,11 @@ static unsigned int choose(const struct tmem_fs *fs, u32 block, unsigned int nr,
 		return min3(held, object, (unsigned int)TMEM_FETCH_PAGES_MAX);
 	}
 	object = (block + nr - 1) % BIT(TMEM_OBJECT_BITS) + 1;
-	held = min3(held_last, object, (unsigned int)TMEM_FETCH_PAGES_MAX);
+	/*
+	 * Pages are requested in ascending order. One leaf has one request, so that no page is
+	 * requested in vain because there is none for a later one.
+	 */
+	held = min(held_last, (object - 1) % TMEM_RUN_PAGES + 1);
 	*first = nr - held;
 	return held;
 }
@@ -268,13 +288,13 @@ static bool fill_end(struct fill *fill)
 	struct bio *bio = fill->bio;
 	bool whole;
 
-	this_cpu_add(fill->fs->mount->counts->hits, bitmap_weight(fill->want, nr));
 	/* A wrong page may have blocked the mount meanwhile. */
 	if (tmem_bypass_is_all(fill->fs->pool))
 		bitmap_zero(fill->want, nr);
 	for_each_set_bit(i, fill->want, nr)
 		if (!tmem_record_got(fill->block + i, fill->seq[i], fill->page[i]))
 			__clear_bit(i, fill->want);
+	this_cpu_add(fill->fs->mount->counts->hits, bitmap_weight(fill->want, nr));
 	tmem_fs_put(fill->fs);
 	while (done < nr && test_bit(fill->suffix ? nr - 1 - done : done, fill->want))
 		done++;
@@ -300,6 +320,7 @@ static void rest_fn(struct work_struct *work)
 	kfree(fill);
 	bio->bi_opf &= ~REQ_NOWAIT;
 	submit(bio, deadline_ns);
+	atomic_dec(&nr_rests);
 	tmem_users_end(&nr_fills);
 }
 
@@ -309,6 +330,7 @@ static void fetch_done(struct tmem_fetch *fetch)
 	struct bio *bio = fill->bio;
 
 	if (!fill_end(fill)) {
+		atomic_inc(&nr_rests);
 		queue_work(fill_wq, &fill->work);
 		return;
 	}
@@ -323,7 +345,7 @@ static void fetch_done(struct tmem_fetch *fetch)
  * @area: copy of its area
  * @sector: first sector of the bio, on the whole disk
  * @deadline_ns: the deadline
- * @first: the caller is the task that has submitted the bio
+ * @awaited: a reader will wait for the bio (tmem_is_awaited())
  * @submit: called in a task to submit what is left of the bio, with the deadline, or with 0 if the
  *   disk has to read it
  *
@@ -331,7 +353,7 @@ static void fetch_done(struct tmem_fetch *fetch)
  * Return: what the caller has to do with the bio.
  */
 enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector_t sector,
-			   u64 deadline_ns, bool first, tmem_submit_t *submit)
+			   u64 deadline_ns, bool awaited, tmem_submit_t *submit)
 {
 	u32 block = (sector - area->start) / TMEM_BLOCK_SECTORS;
 	enum tmem_filled filled = TMEM_FILLED_NOTHING;
@@ -361,13 +383,16 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	fill->fetch.done = fetch_done;
 	/* Readahead sets the flag in the first folio of a window that it begins in advance. */
 	fill->fetch.ahead = folio_test_readahead(page_folio(bio_page(bio)));
-	fill->fetch.awaited = first && !fill->fetch.ahead && is_awaited(bio);
+	fill->fetch.awaited = awaited;
 	fill->fetch.deadline_ns = deadline_ns;
 	INIT_WORK(&fill->work, rest_fn);
 	/* No write erases a pool that was replaced. Sequence numbers show later writes. */
 	if (!smp_load_acquire(&fs->live))
 		bitmap_zero(fill->want, part);
 	this_cpu_add(fs->mount->counts->gets, bitmap_weight(fill->want, part));
+	/* A worker submits the rest, which must not have the worker's priority. */
+	if (IOPRIO_PRIO_CLASS(bio->bi_ioprio) == IOPRIO_CLASS_NONE)
+		bio->bi_ioprio = get_current_ioprio();
 	tmem_users_begin(&nr_fills);
 	/* All pages can be retained: at its next eviction, a page is compared with its record. */
 	if (!tmem_fetch_start(&fill->fetch))
@@ -394,14 +419,16 @@ put:
 int tmem_fill_init(void)
 {
 	/* A reader may need the page to free memory, and may wait for it while tasks freeze. */
-	fill_wq = alloc_workqueue("virtio_tmem_fill", WQ_UNBOUND | WQ_HIGHPRI | WQ_MEM_RECLAIM, 0);
+	fill_wq = alloc_workqueue("virtio_tmem_fill", WQ_UNBOUND | WQ_HIGHPRI | WQ_MEM_RECLAIM,
+				  RESTS_MAX + TMEM_GET_REQUESTS);
 	return fill_wq ? 0 : -ENOMEM;
 }
 
 /**
  * tmem_fill_wait() - wait until no fill is in flight, after submit_bio() was released
  *
- * A fill ends at its deadline at the latest. The rest of its bio may still be at the disk.
+ * A fill ends at its deadline at the latest. The rest of its bio may still be at the disk. A disk
+ * that takes no bio, because it is frozen, delays this function.
  *
  * Context: process, may sleep.
  */
