@@ -15,6 +15,8 @@
 #include <linux/fs.h>
 #include <linux/types.h>
 
+#include "../compat.h"
+
 /* Arguments of a hooked function, for tmem_arg(args, n) with n from 0. */
 struct tmem_args;
 
@@ -39,8 +41,6 @@ struct tmem_args {
 /* True if driver and kernel are built together, from a source that the patches of intree/ fit. */
 #define TMEM_BUILT_IN true
 #else
-#include "../compat.h"
-
 #define tmem_arg(args, n) tmem_ftrace_arg((struct ftrace_regs *)(args), n)
 
 /*
