@@ -35,6 +35,12 @@ struct tmem_args {
 /* Name of the original function, which runs without the hook. */
 #define tmem_original(function) __##function
 
+/*
+ * submit_bio() calls its hook before it accounts for a bio. So /proc/vmstat and the task's I/O lack
+ * a bio that the driver submits.
+ */
+#define __submit_bio submit_bio_noacct
+
 /* A kernel with the patches calls the hook for mounts in any configuration. */
 #define TMEM_HAS_MOUNT_HOOK true
 

@@ -12,8 +12,8 @@
  * bio has 2,048 times, runs in a tasklet. The tasklet also ends the bios of a chain one after
  * another; bio_endio() would call itself for each bio of the chain whose bi_end_io was changed.
  *
- * Two tracepoints are a second net: they see writes to served disks that did not come through
- * submit_bio().
+ * Two tracepoints, or hooks at the same places, are a second net: they see writes to served disks
+ * that did not come through submit_bio().
  */
 #include <linux/bio.h>
 #include <linux/blk-crypto.h>
@@ -333,8 +333,14 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	track(t);
 }
 
-/* Returns true if the bio must not be submitted, because it has ended or will end later. */
-static bool begin(struct bio *bio)
+/**
+ * tmem_bio_begin() - fill or track a bio that is being submitted
+ * @bio: the bio, whose sectors count from the beginning of its partition
+ *
+ * Context: process; does not sleep.
+ * Return: true if the bio must not be submitted, because it has ended or will end later.
+ */
+bool tmem_bio_begin(struct bio *bio)
 {
 	sector_t sector, nr;
 
@@ -475,10 +481,11 @@ static void bio_ended(struct bio *bio)
 		local_bh_enable();
 }
 
+/* In a kernel with the patches of intree/, submit_bio() calls tmem_bio_begin() instead. */
 static void wrap_submit_bio(struct bio *bio)
 {
 	tmem_enter();
-	if (!begin(bio))
+	if (!tmem_bio_begin(bio))
 		tmem_original(submit_bio)(bio);
 	tmem_leave();
 }

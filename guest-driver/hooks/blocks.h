@@ -158,6 +158,7 @@ void tmem_fill_exit(void);
 
 /* --- bio.c --------------------------------------------------------------------------------- */
 
+bool tmem_bio_begin(struct bio *bio);
 int tmem_bio_add(void);
 void tmem_bio_wait(void);
 void tmem_probe_bio_queue(void *data, struct bio *bio);

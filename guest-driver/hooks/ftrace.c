@@ -21,7 +21,7 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* Maximum number of targets. Used are 20: mm and VFS 8, self-test 1, ext4 7 and xfs 4. */
+/* Maximum number of targets. Used are 21: mm and VFS 8, bios 1, self-test 1, ext4 7, xfs 4. */
 #define TMEM_TARGETS_MAX 24
 
 /*

@@ -279,9 +279,6 @@ int tmem_hooks_init(void)
 	int err;
 
 	tmem_fs_setup();
-	/* A kernel with the patches of intree/ does not call the hook of submit_bio(). */
-	if (TMEM_BUILT_IN)
-		tmem_blocks_mode = TMEM_BLOCKS_OFF;
 	err = tmem_mounts_init();
 	if (err)
 		return err;

@@ -12,9 +12,10 @@
 #include <linux/rcupdate.h>
 #include <linux/swap.h>
 
+#include "blocks.h"
 #include "hooks.h"
 
-/* Maximum number of targets. Used are 20: mm and VFS 8, self-test 1, ext4 7 and xfs 4. */
+/* Maximum number of targets. Used are 21: mm and VFS 8, bios 1, self-test 1, ext4 7, xfs 4. */
 #define TMEM_TARGETS_MAX 24
 
 DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
@@ -223,6 +224,51 @@ void tmem_hook_move_extents(struct file *orig, struct file *donor)
 	hook_enter(TMEM_HOOK_MOVE_EXT, NULL, ARGS(ARG(orig), ARG(donor)));
 }
 EXPORT_SYMBOL_GPL(tmem_hook_move_extents);
+
+/**
+ * tmem_hook_submit_bio() - handle a bio that is being submitted
+ * @bio: the bio, whose sectors count from the beginning of its partition
+ *
+ * Context: process, may sleep.
+ * Return: true if submit_bio() must return, because the driver has taken the bio.
+ */
+bool tmem_hook_submit_bio(struct bio *bio)
+{
+	bool taken;
+
+	/* Do not call the replacement of submit_bio() that hook_enter() returns. */
+	if (!tmem_blocks_mode || !hook_enter(TMEM_HOOK_BIO, NULL, ARGS(ARG(bio))))
+		return false;
+	taken = tmem_bio_begin(bio);
+	tmem_leave();
+	return taken;
+}
+
+/**
+ * tmem_hook_bio_queue() - handle a bio on its way to a disk
+ * @bio: the bio
+ */
+void tmem_hook_bio_queue(struct bio *bio)
+{
+	rcu_read_lock();
+	if (tmem_blocks_mode && READ_ONCE(probes_on))
+		tmem_probe_bio_queue(NULL, bio);
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_hook_rq_issue() - handle a request that a disk begins to process
+ * @rq: the request
+ *
+ * Context: any but NMI.
+ */
+void tmem_hook_rq_issue(struct request *rq)
+{
+	rcu_read_lock();
+	if (tmem_blocks_mode && READ_ONCE(probes_on))
+		tmem_probe_rq_issue(NULL, rq);
+	rcu_read_unlock();
+}
 
 /**
  * tmem_hook_quota() - handle the entry of dquot_disable()

@@ -38,8 +38,11 @@ HOOK_BITS = {
         )
     )
 }
-# Bits that are set when all hooks that ext4 needs are installed.
-HOOKS_OF_EXT4 = sum(HOOK_BITS.values()) - HOOK_BITS["selftest"]
+# Bits that are set when all hooks that ext4 needs are installed, with blocks=off and blocks=on.
+HOOKS_OF_EXT4 = sum(HOOK_BITS.values()) - HOOK_BITS["selftest"] - HOOK_BITS["bio"]
+HOOKS_OF_BLOCKS = sum(
+    HOOK_BITS[name] for name in ("removed", "dirty", "mount", "unmount", "fadvise", "bio")
+)
 
 # The driver's deadline in tests, scaled for slow machines. It is long enough for an answer to a
 # guest under TCG. If a page arrives later, the driver reads it from the disk.

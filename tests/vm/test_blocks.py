@@ -10,7 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import MODULE, Torture, driver_guest, seed, set_parameter, stats, wait_state
+from driver import (
+    MODULE,
+    WHERE,
+    Torture,
+    driver_guest,
+    seed,
+    set_parameter,
+    stats,
+    wait_state,
+)
 
 from harness import disk
 from harness.guest import Guest
@@ -50,6 +59,33 @@ def device(guest: Guest) -> str:
 
 def blocks(guest: Guest) -> dict[str, int]:
     return {name: value for name, value in stats(guest).items() if name.startswith("blocks_")}
+
+
+def check_writes_are_seen_twice(guest: Guest) -> None:
+    """Fails unless two other hooks see each write if the hook of submit_bio() is off.
+
+    The kernel calls one of them when a bio is queued, and the other when a request is issued.
+    """
+    writes = 200
+    command = f"dd if=/dev/urandom of={WHERE}/f bs=4k count={writes} oflag=direct conv=notrunc"
+
+    def unseen() -> int:
+        before = blocks(guest)["blocks_unseen"]
+        guest.sh(f"{command} 2>/dev/null", 120)
+        return blocks(guest)["blocks_unseen"] - before
+
+    unseen()  # allocates the blocks, so that later writes change no metadata
+    assert unseen() == 0
+    set_parameter(guest, "test_hooks_off", "bio")
+    assert unseen() >= 2 * writes
+    set_parameter(guest, "test_hooks_off", "")
+
+    def put() -> bool:
+        before = stats(guest)["puts"]
+        guest.sh(f"cat {WHERE}/f >/dev/null && echo 1 >/proc/sys/vm/drop_caches", 60)
+        return stats(guest)["puts"] > before
+
+    until(put, 60, "the disk is drained, and pages are put again")
 
 
 @pytest.mark.smoke
@@ -138,6 +174,12 @@ def test_scenarios_by_block_find_no_wrong_byte(
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {device(guest)} --fstype=ext4").finish()
         assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
+
+
+def test_writes_without_the_hook_of_submit_bio_are_seen_twice(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    check_writes_are_seen_twice(boot(session, kernel, test_module, "blocks=on"))
 
 
 def test_readers_by_block_never_see_an_older_version(

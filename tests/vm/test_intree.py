@@ -35,6 +35,7 @@ from driver import (
     wait_served,
     wait_state,
 )
+from test_blocks import check_writes_are_seen_twice
 from test_files import FILE_PAGES, check_cached, check_former_quota_file, make
 from test_filesystems import SCENARIOS as XFS_SCENARIOS
 from test_filesystems import mounted
@@ -206,6 +207,24 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
         assert counters[f"invalidations_{why}"] > 0, f"no page was erased for the reason '{why}'"
     assert (counters["invalidations_move_ext"] > 0) == (name == "ext4")
     wait_state(guest, "on")
+
+
+@pytest.mark.parametrize("name", ["ext4", "xfs"])
+def test_gets_by_block_find_no_wrong_byte(session: Session, kernel: Kernel, name: str) -> None:
+    """Random operations cause no wrong byte although no function of a file system is hooked."""
+    guest = served(session, kernel, "verify_every=0 blocks=on", name)
+    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
+    Torture(guest, f"{arguments} {mounted(name)} {disk.left_out(name)}", 900).finish()
+    counters = stats(guest)
+    assert counters["hits"] > OPERATIONS // 10
+    assert counters["invalidations_block"] > 0
+    wait_state(guest, "on")
+
+
+def test_writes_without_the_hook_of_submit_bio_are_seen_twice(
+    session: Session, kernel: Kernel
+) -> None:
+    check_writes_are_seen_twice(served(session, kernel, "verify_every=0 blocks=on"))
 
 
 def test_readers_never_see_an_older_version_of_a_block(session: Session, kernel: Kernel) -> None:

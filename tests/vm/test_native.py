@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    BLOCKS,
     DISK_BYTES,
+    HOOK_BITS,
+    HOOKS_OF_BLOCKS,
     HOOKS_OF_EXT4,
     PATIENT,
     TORTURE,
@@ -35,6 +38,8 @@ from driver import (
     wait_served,
     wait_state,
 )
+from test_blocks import NO_GETS, check_writes_are_seen_twice
+from test_blocks import SCENARIOS as BLOCK_SCENARIOS
 from test_pace import check_waits_for_silent_host
 from test_ring import check_full_batches_without_feeder
 from test_selftest import BLIND
@@ -59,6 +64,7 @@ pytestmark = pytest.mark.usefixtures("host_programs")
 # pages (TMEM_WAITING_DIVISOR).
 WAITING_PAGES = 220
 OPERATIONS = 100_000
+OPERATIONS_BLOCKS = 30_000  # with blocks=shadow or on
 DOWN_SECONDS = 3.0  # time without a daemon, several times as long as the driver takes to notice
 HUNG_SECONDS = 5.0  # time for which the daemon hangs
 HITS_BACK_SECONDS = 2.0  # longest time until the guest has hits after a new daemon serves
@@ -82,6 +88,8 @@ def native_vm(
 
     The guest is connected to the daemon by `proxy`, or directly.
     """
+    if BLOCKS and "blocks=" not in parameters:
+        parameters += f" blocks={BLOCKS}"
     image = fs.make(session.directory / "data.img", DISK_BYTES)
     daemon = daemon or start_daemon(session)
     return session.native_vm(
@@ -169,9 +177,10 @@ def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
     check_waits_for_silent_host(native_guest(session, daemon=daemon), daemon)
 
 
-def test_released_hooks_can_be_installed_again(session: Session) -> None:
+@pytest.mark.parametrize("blocks", ["off", "on"])
+def test_released_hooks_can_be_installed_again(session: Session, blocks: str) -> None:
     """Nothing is put while the hooks are released. When they are taken, the cache is empty."""
-    guest = native_guest(session)
+    guest = native_guest(session, f"verify_every=0 blocks={blocks}")
     for _ in range(3):
         guest.sh("echo 0 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
         assert state(guest).startswith("off: hooks are released")
@@ -222,12 +231,67 @@ def test_hits_of_random_operations_match_the_disk(session: Session, name: str) -
     wait_state(guest, "on")
 
 
-def test_readers_never_see_an_older_version_of_a_block(session: Session) -> None:
+@pytest.mark.parametrize("blocks", ["off", "on"])
+def test_readers_never_see_an_older_version_of_a_block(session: Session, blocks: str) -> None:
     """Readers never see an older version of a block, beside buffered and direct writers."""
-    guest = native_guest(session)
+    guest = native_guest(session, f"verify_every=0 blocks={blocks}")
     arguments = f"--seed={seed()} --mode=versions --ops=40000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()
     assert stats(guest)["hits"] > 100
+    wait_state(guest, "on")
+
+
+def test_submit_bio_is_hooked_for_blocks(session: Session) -> None:
+    guest = native_guest(session, "verify_every=0 blocks=on")
+    live = int(guest.read("/sys/kernel/virtio_tmem/hooks"), 0)
+    assert live & HOOKS_OF_BLOCKS == HOOKS_OF_BLOCKS, f"a hook is not live: {live:#x}"
+    assert not live & HOOK_BITS["truncate"], f"a change of a file is hooked: {live:#x}"
+
+
+def test_writes_without_the_hook_of_submit_bio_are_seen_twice(session: Session) -> None:
+    check_writes_are_seen_twice(native_guest(session, "verify_every=0 blocks=on"))
+
+
+@pytest.mark.parametrize("name", ["ext4", "xfs"])
+def test_records_of_blocks_equal_the_disk(session: Session, name: str) -> None:
+    """A page whose block a get would serve has the bytes that the disk returns."""
+    fs = disk.FILE_SYSTEMS[name]
+    guest = native_guest(session, f"verify_every=0 blocks=shadow {NO_GETS}", fs)
+    arguments = f"--seed={seed()} --ops={OPERATIONS_BLOCKS} {SMALL} --jobs=2 --rounds=4"
+    change = rates(guest, f"{arguments} --device=/dev/vda --fstype={fs.kind}")
+    print({name: value for name, value in change.items() if name.startswith("blocks_")})
+    assert change["blocks_gets_wrong"] == 0
+    assert change["blocks_gets_equal"] > OPERATIONS_BLOCKS // 10
+
+
+def test_records_that_no_write_erases_differ_from_the_disk(session: Session) -> None:
+    """The comparison can fail: it finds records that were not erased."""
+    guest = native_guest(session, f"verify_every=0 blocks=shadow {NO_GETS} test_blocks_deaf=1")
+    change = rates(guest, f"--seed={seed()} --ops={OPERATIONS_BLOCKS} {SMALL} --jobs=2")
+    assert change["blocks_gets_wrong"] > 0
+
+
+@pytest.mark.parametrize("name", ["ext4", "ext4-1k", "xfs"])
+def test_gets_by_block_find_no_wrong_byte(session: Session, name: str) -> None:
+    """Random operations cause no wrong byte although no function of a file system is hooked."""
+    fs = disk.FILE_SYSTEMS[name]
+    guest = native_guest(session, "verify_every=0 blocks=on", fs)
+    arguments = f"--seed={seed()} --ops={OPERATIONS_BLOCKS} {SMALL} --jobs=2 --rounds=4"
+    mounted = f"--device=/dev/vda --fstype={fs.kind}"
+    change = rates(guest, f"{arguments} {mounted} {disk.left_out(name)}")
+    assert change["hits"] > OPERATIONS_BLOCKS // 10
+    assert change["invalidations_block"] > 0
+    assert change["invalidations_truncate"] == change["invalidations_direct"] == 0
+    assert change["mismatches"] == 0
+    wait_state(guest, "on")
+
+
+def test_scenarios_by_block_find_no_wrong_byte(session: Session) -> None:
+    """Each change of a file that a hook had to report gives right bytes without the hook."""
+    guest = native_guest(session, "verify_every=0 blocks=on")
+    for scenario in BLOCK_SCENARIOS:
+        numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     wait_state(guest, "on")
 
 
