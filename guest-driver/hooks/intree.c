@@ -229,7 +229,7 @@ EXPORT_SYMBOL_GPL(tmem_hook_move_extents);
  * tmem_hook_submit_bio() - handle a bio that is being submitted
  * @bio: the bio, whose sectors count from the beginning of its partition
  *
- * Context: process, may sleep.
+ * Context: process; does not sleep.
  * Return: true if submit_bio() must return, because the driver has taken the bio.
  */
 bool tmem_hook_submit_bio(struct bio *bio)
