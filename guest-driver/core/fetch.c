@@ -10,10 +10,10 @@
  * tasks that wait (request.c), so a silent host delays a fetch until its deadline only. Fetches are
  * in the order of their deadlines, and the timer is armed only while there is one.
  *
- * Each fetch in flight has a request, so their number has a bound. A fetch for readahead that begins
- * in advance leaves half of the requests and bounce pages free. The driver takes a request and its
- * bounce pages before it takes the entries out of the index, so that nothing is lost if there are
- * none.
+ * Each fetch in flight has a request, so their number has a bound. A fetch for readahead that
+ * begins in advance leaves half of the requests and bounce pages free. The driver takes a request
+ * and its bounce pages before it takes the entries out of the index, so that nothing is lost if
+ * there are none.
  *
  * While a reader polls, nobody else ends its fetch: other readers of the same pages wait until it
  * runs again, if the scheduler or the host stops it there.
@@ -60,8 +60,8 @@ static void fetch_forget(struct tmem_dev *dev, struct tmem_fetch *fetch)
 }
 
 /*
- * Abandons the requests of a fetch that are not answered. The caller has a use of the fetch. Answers
- * may be in the ring if the processor that takes the interrupt does not run.
+ * Abandons the requests of a fetch that are not answered. The caller has a use of the fetch. If
+ * the processor that takes the interrupt does not run, answers may be in the ring.
  */
 static void give_up(struct tmem_fetch *fetch)
 {
@@ -173,8 +173,8 @@ static void fetch_poll(struct tmem_fetch *fetch)
 }
 
 /*
- * Returns whether a request that is sent now may be late without a fault of the host, because a task
- * or an earlier part of the same bio has used up the time.
+ * Returns whether a request that is sent now may be late without a fault of the host, because a
+ * task or an earlier part of the same bio has used up the time.
  */
 static bool is_too_late(const struct tmem_fetch *fetch, u64 now_ns)
 {

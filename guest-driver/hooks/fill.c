@@ -36,9 +36,9 @@
 #define FILL_PAGES_MAX 2048
 
 /*
- * Number of bios whose rest is on its way to the disk from which on no fill begins: readers then wait
- * for the disk themselves. A fill ends at its deadline, but a disk may be slower, and must not delay
- * the rests for other disks, which the same work queue submits.
+ * While so many bios wait for the work item that submits their rest, no fill begins, and readers
+ * wait for the disk themselves. A disk may be slow, and must not delay the rests for other disks,
+ * which the same work queue submits.
  */
 #define RESTS_MAX 32
 

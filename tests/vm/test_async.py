@@ -72,7 +72,7 @@ def make(guest: Guest) -> dict[str, str]:
 
     A file fits the put ring, so that no put is dropped.
     """
-    sums = {}
+    sums: dict[str, str] = {}
     guest.sh(f"dd if=/dev/urandom of={FILLER} bs=4k count={FILLER_PAGES} 2>/dev/null; sync", 60)
     for number in range(FILES):
         path = f"{WHERE}/f{number}"

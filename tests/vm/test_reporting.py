@@ -8,7 +8,6 @@ so the daemon must read nothing but rings and bounce pages.
 from __future__ import annotations
 
 import mmap
-import os
 import re
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def boot(session: Session, kernel: Kernel, module: Path) -> tuple[Vm, Guest]:
 def memory(vm: Vm) -> Path:
     """Returns a path by which the test can open the memory of a VM."""
     for path in Path(f"/proc/{vm.process.pid}/fd").iterdir():
-        if "memfd:memory-backend" in str(os.readlink(path)):
+        if "memfd:memory-backend" in str(path.readlink()):
             return path
     raise AssertionError("QEMU has no memfd")
 

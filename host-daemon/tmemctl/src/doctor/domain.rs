@@ -56,7 +56,7 @@ pub fn findings(
     findings
 }
 
-/// What libvirt says of a domain.
+/// A domain as libvirt describes it.
 struct Seen {
     xml: String,
     /// True if the domain runs.
@@ -97,9 +97,9 @@ fn free_bytes(domain: &virt::domain::Domain) -> Option<u64> {
 
 /// Checks that the memory that a guest has freed is not on the host any more.
 ///
-/// QEMU and the guest do not say when they keep it: without support in the guest's kernel, during a
-/// post-copy migration, after a migration (which makes all memory resident, and the guest reports a
-/// page only once), or if the guest fills free pages with a pattern.
+/// QEMU and the guest keep it without a message if the guest's kernel does not support reports,
+/// during a post-copy migration, or if the guest fills free pages with a pattern. A migration makes
+/// all memory resident, and the guest reports a page only once.
 fn check_returned(name: &str, vm: &api::Vm, free_bytes: u64) -> Option<Finding> {
     let check = Check::new("freed-memory", name);
     let (memory, resident) = (vm.memory_bytes?, vm.memory_resident_bytes?);
