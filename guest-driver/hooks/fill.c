@@ -137,12 +137,15 @@ static bool may_delay(void)
 /* Returns whether the page before a folio is being read, so that a reader waits for that one. */
 static bool follows_read(struct folio *folio)
 {
+	struct address_space *mapping;
 	struct folio *before = NULL;
 	bool follows;
 
 	rcu_read_lock();
-	if (folio->index)
-		before = xa_load(&folio->mapping->i_pages, folio->index - 1);
+	/* The bio may be one of swap, or of a direct read, whose pages have no mapping. */
+	mapping = folio_mapping(folio);
+	if (mapping && folio->index)
+		before = xa_load(&mapping->i_pages, folio->index - 1);
 	follows = before && !xa_is_value(before) && folio_test_locked(before) &&
 		  !folio_test_uptodate(before);
 	rcu_read_unlock();
