@@ -386,10 +386,10 @@ struct tmem_dev {
 	u64 wait_max_ns;
 	bool tripped;			/* the breaker is open; written under get_lock */
 
-	/* Fetches in flight. fetch_lock guards fetches and fetch_timed. */
+	/* Fetches in flight. fetch_lock guards fetches and fetch_timer_ns. */
 	spinlock_t fetch_lock ____cacheline_aligned_in_smp;
 	struct list_head fetches;	/* in the order of their deadlines */
-	bool fetch_timed;		/* fetch_timer is armed for the first fetch */
+	u64 fetch_timer_ns;		/* time for which fetch_timer is armed, or 0 */
 	struct hrtimer fetch_timer;
 	atomic_t nr_fetches;		/* fetches that have begun and not ended */
 

@@ -43,8 +43,9 @@ static void fetch_add(struct tmem_dev *dev, struct tmem_fetch *fetch)
 		if (before->deadline_ns <= fetch->deadline_ns)
 			break;
 	list_add(&fetch->list, &before->list);
-	if (!dev->fetch_timed || list_is_first(&fetch->list, &dev->fetches)) {
-		dev->fetch_timed = true;
+	/* A timer that expires before all deadlines arms itself again. */
+	if (!dev->fetch_timer_ns || fetch->deadline_ns < dev->fetch_timer_ns) {
+		dev->fetch_timer_ns = fetch->deadline_ns;
 		hrtimer_start(&dev->fetch_timer, ns_to_ktime(fetch->deadline_ns),
 			      HRTIMER_MODE_ABS_SOFT);
 	}
@@ -92,7 +93,7 @@ static enum hrtimer_restart expired(struct hrtimer *timer)
 		give_up(fetch);
 		tmem_fetch_release(fetch, &dev->queue[0]);
 	}
-	dev->fetch_timed = fetch;
+	dev->fetch_timer_ns = fetch ? fetch->deadline_ns : 0;
 	if (fetch)
 		hrtimer_start(timer, ns_to_ktime(fetch->deadline_ns), HRTIMER_MODE_ABS_SOFT);
 	spin_unlock_bh(&dev->fetch_lock);

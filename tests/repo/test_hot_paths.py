@@ -101,7 +101,7 @@ ALLOWED = {
     ("fetch_begin", "atomic_dec(&dev->nr_fetches)"): "a suspend begins",
     ("fetch_end", "atomic_dec(&dev->nr_fetches)"): "each bio that is filled",
     ("fetch_add", "spin_lock_bh(&dev->fetch_lock)"): "each bio that is filled",
-    ("fetch_add", "dev->fetch_timed"): "under fetch_lock",
+    ("fetch_add", "dev->fetch_timer_ns"): "under fetch_lock",
     ("fetch_forget", "spin_lock_bh(&dev->fetch_lock)"): "each bio that is filled",
     ("request_pages", "atomic_inc(&call->fetch->pending)"): "each request of one bio",
     ("request_pages", "atomic_dec(&call->fetch->pending)"): "the virtqueue is full",
