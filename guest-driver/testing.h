@@ -44,6 +44,7 @@ enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker, tmem_hold_feeder;
 extern unsigned int tmem_hold_truncate, tmem_hold_get, tmem_hold_probe;
 extern unsigned int tmem_hold_read, tmem_hold_sweep, tmem_hold_fetch;
+extern unsigned int tmem_hold_submit, tmem_hold_fill;
 void tmem_hold(unsigned int *place);
 
 extern unsigned long tmem_test_index_bytes;
@@ -105,12 +106,33 @@ static inline const char *tmem_test_point_release(const char *name)
 	return tmem_test_release ?: name;
 }
 
-extern bool tmem_test_blocks_deaf;
-/* Returns whether writes do not erase the records of their blocks. */
-static inline bool tmem_blocks_test_deaf(void)
-{
-	return READ_ONCE(tmem_test_blocks_deaf);
-}
+/*
+ * Safety checks of the coherence by disk block. A test can remove each of them, to show what fails
+ * without it.
+ */
+enum tmem_block_check {
+	TMEM_CHECK_ERASE,	/* writes erase the records of their blocks */
+	TMEM_CHECK_FORGET,	/* a write erases its index entries when it begins */
+	TMEM_CHECK_EQUAL,	/* a page with other bytes than its record is not put */
+	TMEM_CHECK_IN_FLIGHT,	/* no put while a write of the block is in flight */
+	TMEM_CHECK_READ_SEQ,	/* no record of a read that overlaps a write */
+	TMEM_CHECK_GET_SEQ,	/* no hit of a get that overlaps a write */
+	TMEM_CHECK_FAILED,	/* a failed write stops recording */
+	TMEM_CHECK_PASSTHROUGH,	/* commands of users end the interval */
+	TMEM_CHECK_BIO_QUEUE,	/* writes beside submit_bio() end the interval */
+	TMEM_CHECK_DRAIN,	/* an area starts with a drain of its disk */
+	TMEM_CHECK_BYTES,	/* the place of a segment is counted in bytes */
+	TMEM_CHECK_WHOLE,	/* only whole blocks are recorded and got */
+	TMEM_CHECK_LIVE,	/* no get from a pool that was replaced */
+	TMEM_CHECK_VISIBLE,	/* disks with writes that are no bios have no area */
+	TMEM_CHECK_OWN_AREA,	/* a hint of another area leads to no put */
+	TMEM_CHECK_DIRTY,	/* a page that becomes dirty voids its record */
+	NR_TMEM_BLOCK_CHECKS
+};
+
+/* TMEM_WITHOUT(check) - return whether a test has removed the check TMEM_CHECK_<check> */
+#define TMEM_WITHOUT(check)	(READ_ONCE(tmem_test_blocks_without) & BIT(TMEM_CHECK_##check))
+extern unsigned long tmem_test_blocks_without;
 
 void tmem_test_walk(unsigned int run, unsigned int searched);
 
@@ -122,14 +144,10 @@ unsigned long tmem_test_fill_bucket(struct tmem_key *key, u64 *ino, unsigned lon
 
 #define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* without TEST=1, no fault occurs */
 #define TMEM_HOLD(place)	((void)sizeof(#place))
+#define TMEM_WITHOUT(check)	(sizeof(#check) == 0)
 #define TMEM_TEST_CHECK(condition)	((void)sizeof(condition))
 #define TMEM_TEST_COUNT(what)	((void)sizeof(#what))
 #define TMEM_SMALL_EVICT_PERIOD	(2 * HZ)
-
-static inline bool tmem_blocks_test_deaf(void)
-{
-	return false;
-}
 
 static inline long tmem_test_limit(long bytes)
 {

@@ -253,7 +253,8 @@ static void drain_area(struct tmem_area *area)
 
 	area->busy = true;
 	mutex_unlock(&areas_lock);
-	tmem_drain_queue(area->disk->queue);
+	if (!TMEM_WITHOUT(DRAIN))
+		tmem_drain_queue(area->disk->queue);
 	tmem_area_erase(area->disk, area->start, (sector_t)area->nr * TMEM_BLOCK_SECTORS);
 	WRITE_ONCE(area->served, epoch);
 	mutex_lock(&areas_lock);
@@ -298,6 +299,8 @@ static u32 free_numbers(u32 nr)
  */
 static bool is_visible(struct block_device *bdev)
 {
+	if (TMEM_WITHOUT(VISIBLE))
+		return true;
 	return !bdev_is_zoned(bdev) && !blk_queue_dax(bdev_get_queue(bdev)) &&
 	       !tmem_disk_has_rw_page(bdev->bd_disk);
 }

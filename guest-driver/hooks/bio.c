@@ -54,10 +54,9 @@ struct tracked {
 	const struct super_block *sb;	/* of the area; only compared */
 	u32 epoch;
 	bool write;
-	/* the next segment, its number, and its distance from the first one in bytes */
+	/* the next segment, and its number */
 	struct bvec_iter iter;
 	unsigned int at;
-	u64 byte;
 	unsigned int nr_pages;
 	/* for each page: sequence number, or 0; and, of a write, check */
 	u32 *seq;
@@ -86,23 +85,32 @@ static sector_t device_start(const struct bio *bio)
 	return bio_flagged((struct bio *)bio, BIO_REMAPPED) ? 0 : get_start_sect(bio->bi_bdev);
 }
 
-/* Returns the place of a byte of a bio, in bytes from the beginning of its area. */
-static u64 place(const struct tracked *t, u64 byte)
+/*
+ * Returns the place of a segment of a bio, in bytes from the beginning of its area. The sector in
+ * the iterator is wrong after a segment that is not a multiple of a sector.
+ */
+static u64 place(const struct tracked *t, const struct bvec_iter *iter)
 {
+	u64 byte = ((u64)t->nr << SECTOR_SHIFT) - iter->bi_size;
+
+	/* The test uses a disk without partitions. */
+	if (TMEM_WITHOUT(BYTES))
+		byte = (u64)(iter->bi_sector - t->sector) << SECTOR_SHIFT;
 	return ((u64)(t->sector - t->area_start) << SECTOR_SHIFT) + byte;
 }
 
-static u32 block_at(const struct tracked *t, u64 byte)
+/* Returns the block of a place in the area of a bio. */
+static u32 block_at(const struct tracked *t, u64 place)
 {
-	return t->area_first + (u32)(place(t, byte) >> TMEM_BLOCK_SHIFT);
+	return t->area_first + (u32)(place >> TMEM_BLOCK_SHIFT);
 }
 
 /* Begins or ends a write of a segment that is not recorded. */
-static void write_part(const struct tracked *t, u64 byte, const struct bio_vec *bv, int writes)
+static void write_part(const struct tracked *t, u64 place, const struct bio_vec *bv, int writes)
 {
-	u32 first = block_at(t, byte);
+	u32 first = block_at(t, place);
 
-	tmem_record_write_range(first, block_at(t, byte + bv->bv_len - 1) - first + 1, writes);
+	tmem_record_write_range(first, block_at(t, place + bv->bv_len - 1) - first + 1, writes);
 }
 
 static u64 check_of(struct page *page)
@@ -233,7 +241,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 	struct bvec_iter iter;
 	struct bio_vec bv;
 	struct tracked *t;
-	u64 byte = 0;
+	u64 at;
 
 	/* dm uses bi_private of a polled bio. */
 	if (bio->bi_opf & REQ_POLLED || is_encoded(bio) || !bio->bi_end_io ||
@@ -254,10 +262,9 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 	bio_for_each_segment(bv, bio, iter) {
 		if (i == nr_pages)
 			break;
-		t->seq[i++] = tmem_is_block(&bv, place(t, byte)) &&
-			      tmem_is_filled(bv.bv_page, t->sb) ?
-			      tmem_record_read(block_at(t, byte)) : 0;
-		byte += bv.bv_len;
+		at = place(t, &iter);
+		t->seq[i++] = tmem_is_block(&bv, at) && tmem_is_filled(bv.bv_page, t->sb) ?
+			      tmem_record_read(block_at(t, at)) : 0;
 	}
 	track(t);
 	return false;
@@ -272,8 +279,7 @@ static void submit_rest(struct bio *bio, u64 deadline_ns)
 
 /*
  * Erases the blocks that a write touches. For pages under writeback, it also stores the checks with
- * which they may be recorded when the write ends. The sectors in the bio's iterator are wrong after
- * a segment that is not a multiple of a sector.
+ * which they may be recorded when the write ends.
  */
 static void begin_pages(struct tracked *t)
 {
@@ -281,25 +287,27 @@ static void begin_pages(struct tracked *t)
 	struct bvec_iter iter;
 	unsigned int i = 0;
 	struct bio_vec bv;
-	u64 byte = 0;
-	u32 first;
+	u32 first, last;
+	u64 at = 0;
 
 	bio_for_each_segment(bv, bio, iter) {
 		if (i < t->nr_pages)
 			t->seq[i] = 0;
-		if (i < t->nr_pages && tmem_is_block(&bv, place(t, byte)) &&
+		at = place(t, &iter);
+		if (i < t->nr_pages && tmem_is_block(&bv, at) &&
 		    tmem_is_flushed(bv.bv_page, t->sb)) {
-			t->seq[i] = tmem_record_write(block_at(t, byte), bv.bv_page);
+			t->seq[i] = tmem_record_write(block_at(t, at), bv.bv_page);
 			t->check[i] = check_of(bv.bv_page);
 		} else {
-			write_part(t, byte, &bv, 1);
+			write_part(t, at, &bv, 1);
 		}
-		byte += bv.bv_len;
 		i++;
 	}
 	/* A put that found a record has ended, and no other one begins until the write ends. */
-	first = block_at(t, 0);
-	tmem_area_forget(t->sb, first - t->area_first, block_at(t, byte - 1) - first + 1);
+	first = block_at(t, place(t, &bio->bi_iter));
+	last = block_at(t, at + bv.bv_len - 1);
+	if (!TMEM_WITHOUT(FORGET))
+		tmem_area_forget(t->sb, first - t->area_first, last - first + 1);
 }
 
 static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
@@ -371,13 +379,14 @@ bool tmem_bio_begin(struct bio *bio)
 static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 {
 	u32 seq = t->at < t->nr_pages ? t->seq[t->at] : 0;
+	u64 at = place(t, &t->iter);
 
 	if (t->write && seq && good)
-		tmem_record_flush(block_at(t, t->byte), seq, t->check[t->at], bv->bv_page);
+		tmem_record_flush(block_at(t, at), seq, t->check[t->at], bv->bv_page);
 	else if (t->write)
-		write_part(t, t->byte, bv, -1);
+		write_part(t, at, bv, -1);
 	else if (seq && good)
-		tmem_record_fill(block_at(t, t->byte), seq, bv->bv_page);
+		tmem_record_fill(block_at(t, at), seq, bv->bv_page);
 }
 
 /* Returns whether all pages are done. The iterator of the bio itself has changed meanwhile. */
@@ -390,7 +399,6 @@ static bool end_pages(struct tracked *t, unsigned int *budget)
 		bv = bio_iter_iovec(t->bio, t->iter);
 		end_page(t, &bv, good);
 		bio_advance_iter_single(t->bio, &t->iter, bv.bv_len);
-		t->byte += bv.bv_len;
 		t->at++;
 	}
 	return !t->iter.bi_size || (!t->write && t->at >= t->nr_pages);
@@ -411,7 +419,7 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 {
 	struct bio *bio = t->bio, *parent;
 
-	if (t->write && !t->at && is_failure(bio->bi_status))
+	if (t->write && !t->at && is_failure(bio->bi_status) && !TMEM_WITHOUT(FAILED))
 		tmem_area_failed(t->disk, 0, WHOLE_DISK);
 	if (t->whole) {
 		tmem_area_erase(t->disk, t->sector, t->nr);
@@ -485,8 +493,11 @@ static void bio_ended(struct bio *bio)
 static void wrap_submit_bio(struct bio *bio)
 {
 	tmem_enter();
-	if (!tmem_bio_begin(bio))
+	if (!tmem_bio_begin(bio)) {
+		if (op_is_write(bio_op(bio)) && !(current->flags & PF_KTHREAD))
+			TMEM_HOLD(submit);
 		tmem_original(submit_bio)(bio);
+	}
 	tmem_leave();
 }
 
@@ -512,7 +523,7 @@ static bool is_unseen(const struct bio *bio)
  */
 void tmem_probe_bio_queue(void *data, struct bio *bio)
 {
-	if (is_unseen(bio) && tmem_area_serves(bio->bi_bdev->bd_disk))
+	if (is_unseen(bio) && tmem_area_serves(bio->bi_bdev->bd_disk) && !TMEM_WITHOUT(BIO_QUEUE))
 		tmem_area_unseen(bio->bi_bdev->bd_disk,
 				 bio->bi_iter.bi_sector + device_start(bio), bio_sectors(bio));
 }
@@ -535,7 +546,7 @@ void tmem_probe_rq_issue(void *data, struct request *rq)
 	if (!disk || !tmem_area_serves(disk))
 		return;
 	if (blk_rq_is_passthrough(rq)) {
-		if (op_is_write(req_op(rq)) || !blk_rq_bytes(rq))
+		if ((op_is_write(req_op(rq)) || !blk_rq_bytes(rq)) && !TMEM_WITHOUT(PASSTHROUGH))
 			tmem_area_unseen(disk, 0, WHOLE_DISK);
 		return;
 	}

@@ -119,7 +119,8 @@ bool tmem_is_flushed(struct page *page, const struct super_block *sb)
  */
 bool tmem_is_block(const struct bio_vec *bv, u64 place)
 {
-	return bv->bv_len == PAGE_SIZE && !bv->bv_offset && !(place & ~PAGE_MASK);
+	return bv->bv_len == PAGE_SIZE && !bv->bv_offset &&
+	       (!(place & ~PAGE_MASK) || TMEM_WITHOUT(WHOLE));
 }
 
 /*
@@ -377,6 +378,7 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	if (!smp_load_acquire(&fs->live) || tmem_bypass_is_all(fs->pool))
 		goto put;
 	part = choose(fs, block, nr, &from, &suffix);
+	TMEM_HOLD(fill);
 	if (part)
 		fill = fill_new(bio, area, fs, block, from, part);
 	if (!fill)
@@ -390,7 +392,7 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	fill->fetch.deadline_ns = deadline_ns;
 	INIT_WORK(&fill->work, rest_fn);
 	/* No write erases a pool that was replaced. Sequence numbers show later writes. */
-	if (!smp_load_acquire(&fs->live))
+	if (!smp_load_acquire(&fs->live) && !TMEM_WITHOUT(LIVE))
 		bitmap_zero(fill->want, part);
 	this_cpu_add(fs->mount->counts->gets, bitmap_weight(fill->want, part));
 	/* A worker submits the rest, which must not have the worker's priority. */

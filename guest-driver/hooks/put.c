@@ -82,7 +82,8 @@ static void put_block(u32 block, void *arg)
 	pgoff_t index;
 
 	/* A wrong hint may name a block of another mount. */
-	if (block - put->fs->mount->area->first >= put->fs->mount->area->nr)
+	if (block - put->fs->mount->area->first >= put->fs->mount->area->nr &&
+	    !TMEM_WITHOUT(OWN_AREA))
 		return;
 	index = tmem_block_key(&key, put->fs->pool, block - put->fs->mount->area->first);
 	put->taken = tmem_put(&key, index, put->page, put->workingset, true);

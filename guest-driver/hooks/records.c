@@ -137,6 +137,11 @@ static u32 *hint_of(const struct page *page)
 	return pfn < nr_hints ? &hints[pfn] : NULL;
 }
 
+static bool is_dirty(struct page *page)
+{
+	return folio_test_dirty(page_folio(page)) && !TMEM_WITHOUT(DIRTY);
+}
+
 /**
  * tmem_record_read() - begin a read of a block
  * @block: the block
@@ -177,11 +182,11 @@ u32 tmem_record_write(u32 block, struct page *page)
 	spin_lock_irqsave(&set->lock, flags);
 	set->writes++;
 	record = find_or_add(set, block);
-	if (!tmem_blocks_test_deaf())
+	if (!TMEM_WITHOUT(ERASE))
 		erase(set, record);
 	seq = record->seq;
 	spin_unlock_irqrestore(&set->lock, flags);
-	return !hint || folio_test_dirty(page_folio(page)) ? 0 : seq;
+	return !hint || is_dirty(page) ? 0 : seq;
 }
 
 /**
@@ -204,7 +209,7 @@ void tmem_record_fill(u32 block, u32 seq, const struct page *page)
 		return;
 	spin_lock_irqsave(&set->lock, flags);
 	record = find(set, block);
-	if (!record || record->seq != seq) {
+	if (!record || (record->seq != seq && !TMEM_WITHOUT(READ_SEQ))) {
 		tmem_count(TMEM_STAT_blocks_raced);
 	} else {
 		if (record->state == RECORD_HELD)
@@ -236,11 +241,11 @@ void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 	set->writes--;
 	record = find(set, block);
 	alone = record && record->seq == seq;
-	if (record && !tmem_blocks_test_deaf())
+	if (record && !TMEM_WITHOUT(ERASE))
 		erase(set, record);
 	if (!alone) {
 		tmem_count(TMEM_STAT_blocks_raced);
-	} else if (!folio_test_dirty(page_folio(page))) {
+	} else if (!is_dirty(page)) {
 		/* The page may become dirty from here on: tmem_record_dirty() takes the lock. */
 		record->check = check;
 		record->state = RECORD_WRITTEN;
@@ -258,7 +263,7 @@ static void erase_block(u32 block, int writes)
 	spin_lock_irqsave(&set->lock, flags);
 	set->writes += writes;
 	record = find(set, block);
-	if (record && !tmem_blocks_test_deaf())
+	if (record && !TMEM_WITHOUT(ERASE))
 		erase(set, record);
 	spin_unlock_irqrestore(&set->lock, flags);
 }
@@ -358,7 +363,7 @@ bool tmem_record_got(u32 block, u32 seq, struct page *page)
 	kunmap_local(bytes);
 	spin_lock_irqsave(&set->lock, flags);
 	record = find(set, block);
-	same = record && record->seq == seq;
+	same = record && (record->seq == seq || TMEM_WITHOUT(GET_SEQ));
 	if (same && hint) {
 		record->check = check;
 		record->state = RECORD_READ;
@@ -402,8 +407,10 @@ enum tmem_verdict tmem_record_compare(struct page *page, void (*put)(u32 block, 
 		 * While a write may be in flight, the record may be older than the block. So no
 		 * block has an index entry from the begin of a write to its end.
 		 */
-		if (record && record->state != RECORD_NONE && !is_written(set)) {
-			verdict = record->check == check ? TMEM_VERDICT_EQUAL : TMEM_VERDICT_OTHER;
+		if (record && record->state != RECORD_NONE &&
+		    (!is_written(set) || TMEM_WITHOUT(IN_FLIGHT))) {
+			verdict = record->check == check || TMEM_WITHOUT(EQUAL) ?
+				  TMEM_VERDICT_EQUAL : TMEM_VERDICT_OTHER;
 			if (verdict == TMEM_VERDICT_EQUAL && put)
 				put(block, arg);
 			else if (verdict == TMEM_VERDICT_EQUAL)
@@ -436,7 +443,7 @@ void tmem_record_dirty(struct folio *folio)
 		set = set_of(block);
 		spin_lock_irqsave(&set->lock, flags);
 		record = find(set, block);
-		if (record && record->state == RECORD_WRITTEN)
+		if (record && record->state == RECORD_WRITTEN && !TMEM_WITHOUT(DIRTY))
 			erase(set, record);
 		spin_unlock_irqrestore(&set->lock, flags);
 	}

@@ -121,6 +121,11 @@ MODULE_PARM_DESC(test_hold_sweep, "TEST: 1: stop the next sweep, which clears ma
 
 module_param_named(test_hold_fetch, tmem_hold_fetch, uint, 0644);
 MODULE_PARM_DESC(test_hold_fetch, "TEST: 1: stop the next task that has sent the requests of a fetch, and polled; reads 2 while it waits; 0: let it continue");
+unsigned int tmem_hold_submit, tmem_hold_fill;
+module_param_named(test_hold_submit, tmem_hold_submit, uint, 0644);
+MODULE_PARM_DESC(test_hold_submit, "TEST: 1: stop the next process that writes to a served disk with blocks=on, after the blocks were erased and before the disk gets the write; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_fill, tmem_hold_fill, uint, 0644);
+MODULE_PARM_DESC(test_hold_fill, "TEST: 1: stop the next read of held blocks before it looks at their records; reads 2 while it waits; 0: let it continue");
 
 /**
  * tmem_hold() - stop the calling task if a test requests it
@@ -139,11 +144,12 @@ void tmem_hold(unsigned int *place)
 unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
 
 /*
- * Parses names from tmem_hook_names[], separated by commas; an empty list means no hook. The
- * function allocates nothing, because a kernel with a built-in driver parses its command line
- * before it can allocate memory.
+ * Parses names from a table, separated by commas; an empty list means no bit. The function
+ * allocates nothing, because a kernel with a built-in driver parses its command line before it can
+ * allocate memory.
  */
-static int set_hooks_off(const char *val, const struct kernel_param *kp)
+static int set_mask(const char *val, const struct kernel_param *kp, const char *const *names,
+		    int nr)
 {
 	unsigned long mask = 0;
 
@@ -151,11 +157,10 @@ static int set_hooks_off(const char *val, const struct kernel_param *kp)
 		size_t len = strcspn(val, "\n, ");
 		int i;
 
-		for (i = 0; len && i < NR_TMEM_HOOKS; i++)
-			if (strlen(tmem_hook_names[i]) == len &&
-			    !strncmp(tmem_hook_names[i], val, len))
+		for (i = 0; len && i < nr; i++)
+			if (strlen(names[i]) == len && !strncmp(names[i], val, len))
 				break;
-		if (i == NR_TMEM_HOOKS)
+		if (i == nr)
 			return -EINVAL;
 		if (len)
 			mask |= BIT(i);
@@ -167,23 +172,57 @@ static int set_hooks_off(const char *val, const struct kernel_param *kp)
 	return 0;
 }
 
-static int get_hooks_off(char *buffer, const struct kernel_param *kp)
+static int get_mask(char *buffer, const struct kernel_param *kp)
 {
 	return sysfs_emit(buffer, "%#lx\n", *(unsigned long *)kp->arg);
 }
 
+static int set_hooks_off(const char *val, const struct kernel_param *kp)
+{
+	return set_mask(val, kp, tmem_hook_names, NR_TMEM_HOOKS);
+}
+
 static const struct kernel_param_ops hooks_off_ops = {
 	.set = set_hooks_off,
-	.get = get_hooks_off,
+	.get = get_mask,
 };
 module_param_cb(test_hooks_off, &hooks_off_ops, &tmem_test_hooks_off, 0644);
 MODULE_PARM_DESC(test_hooks_off, "TEST: names of hooks that do nothing; the cache may then return old data");
 module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
 MODULE_PARM_DESC(test_selftest_blind, "TEST: names of hooks whose calls the self-test ignores");
 
-bool tmem_test_blocks_deaf;
-module_param_named(test_blocks_deaf, tmem_test_blocks_deaf, bool, 0644);
-MODULE_PARM_DESC(test_blocks_deaf, "TEST: writes do not erase the records of their blocks");
+static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
+	[TMEM_CHECK_ERASE] = "erase",
+	[TMEM_CHECK_FORGET] = "forget",
+	[TMEM_CHECK_EQUAL] = "equal",
+	[TMEM_CHECK_IN_FLIGHT] = "in_flight",
+	[TMEM_CHECK_READ_SEQ] = "read_seq",
+	[TMEM_CHECK_GET_SEQ] = "get_seq",
+	[TMEM_CHECK_FAILED] = "failed",
+	[TMEM_CHECK_PASSTHROUGH] = "passthrough",
+	[TMEM_CHECK_BIO_QUEUE] = "bio_queue",
+	[TMEM_CHECK_DRAIN] = "drain",
+	[TMEM_CHECK_BYTES] = "bytes",
+	[TMEM_CHECK_WHOLE] = "whole",
+	[TMEM_CHECK_LIVE] = "live",
+	[TMEM_CHECK_VISIBLE] = "visible",
+	[TMEM_CHECK_OWN_AREA] = "own_area",
+	[TMEM_CHECK_DIRTY] = "dirty",
+};
+
+static int set_blocks_without(const char *val, const struct kernel_param *kp)
+{
+	return set_mask(val, kp, check_names, NR_TMEM_BLOCK_CHECKS);
+}
+
+static const struct kernel_param_ops blocks_without_ops = {
+	.set = set_blocks_without,
+	.get = get_mask,
+};
+
+unsigned long tmem_test_blocks_without;
+module_param_cb(test_blocks_without, &blocks_without_ops, &tmem_test_blocks_without, 0644);
+MODULE_PARM_DESC(test_blocks_without, "TEST: names of safety checks of blocks=on that are removed; the cache may then return old data");
 
 char *tmem_test_release;
 module_param_named(test_release, tmem_test_release, charp, 0444);

@@ -31,6 +31,15 @@
  * - special damage FILE PAGE: simulates a memory error in a page of the page cache, while the
  *   program has a reference to its folio
  * - special feature DIR BITS: adds incompatible features to the mounted ext4 at DIR (Linux 6.18)
+ * - special place FILE OFFSET: prints the place on the disk, in bytes, of the block with this byte
+ * - special pieces DEVICE OFFSET BYTES PIECE: zeroes a range of a disk by a direct write from pieces of this
+ *   size, or prints "failed: " and the error
+ * - special scsi DEVICE OFFSET: zeroes a page of a disk by a SCSI command of SG_IO
+ * - special from-map FILE SOURCE: writes a file directly, from a mapping of a file of its size
+ * - special clone FILE SOURCE: makes FILE share the blocks of SOURCE
+ * - special dax FILE on|off: selects for an ext4 whether FILE, when it is opened next, bypasses the
+ *   page cache
+ * - special store FILE: zeroes a file through a mapping, and writes it back
  * - special cached FILE PAGE: ends with status 0 if the page is in the page cache, otherwise with 1
  */
 #define _GNU_SOURCE
@@ -42,6 +51,7 @@
 #include <linux/fscrypt.h>
 #include <linux/fsverity.h>
 #include <linux/loop.h>
+#include <scsi/sg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -74,6 +84,8 @@
 #define FILL_FILES	1000
 #define FILL_ROUNDS	4
 #define FILL_BYTES	(64L << 20)	/* first allocation that fill() tries */
+#define SCSI_BLOCK	512UL
+#define SCSI_TIMEOUT_MS	20000
 /* Size of the quota file. The kernel uses only its first part. */
 #define QUOTA_BYTES	(16 * PAGE)
 
@@ -484,6 +496,113 @@ static int cached(const char *path, unsigned long page)
 	return !(state & 1);
 }
 
+static int place(const char *path, off_t offset)
+{
+	int fd = open(path, O_RDONLY), bytes, at;
+
+	if (fd < 0 || ioctl(fd, FIGETBSZ, &bytes))
+		return fail(path);
+	at = offset / bytes;
+	if (ioctl(fd, FIBMAP, &at) || !at)
+		return fail("FIBMAP");
+	printf("%lu\n", (unsigned long)at * bytes);
+	return 0;
+}
+
+static int write_pieces(const char *device, off_t offset, size_t bytes, size_t piece)
+{
+	int fd = open(device, O_RDWR | O_DIRECT), nr = bytes / piece;
+	struct iovec *pieces = calloc(nr, sizeof(*pieces));
+	uint8_t *content = aligned_alloc(PAGE, bytes);
+
+	if (fd < 0 || !pieces || !content)
+		return fail(device);
+	memset(content, 0, bytes);
+	for (int i = 0; i < nr; i++)
+		pieces[i] = (struct iovec){ content + i * piece, piece };
+	if (pwritev(fd, pieces, nr, offset) != (ssize_t)bytes)
+		printf("failed: %s\n", strerror(errno));
+	return 0;
+}
+
+static int write_scsi(const char *device, uint64_t offset)
+{
+	uint32_t block = offset / SCSI_BLOCK, nr = PAGE / SCSI_BLOCK;
+	uint8_t command[10] = {
+		0x2a, 0, block >> 24, block >> 16, block >> 8, block, 0, nr >> 8, nr, 0,
+	}, *content = aligned_alloc(PAGE, PAGE);
+	struct sg_io_hdr header = {
+		.interface_id = 'S',
+		.dxfer_direction = SG_DXFER_TO_DEV,
+		.cmd_len = sizeof(command),
+		.cmdp = command,
+		.dxfer_len = PAGE,
+		.dxferp = content,
+		.timeout = SCSI_TIMEOUT_MS,
+	};
+	int fd = open(device, O_RDWR);
+
+	if (fd < 0 || !content)
+		return fail(device);
+	memset(content, 0, PAGE);
+	if (ioctl(fd, SG_IO, &header) || header.status)
+		return fail("SG_IO");
+	return 0;
+}
+
+static int write_from_map(const char *path, const char *source)
+{
+	int to = open(path, O_WRONLY | O_DIRECT), from = open(source, O_RDONLY);
+	struct stat st;
+	void *map;
+
+	if (to < 0 || from < 0 || fstat(from, &st))
+		return fail(path);
+	map = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, from, 0);
+	if (map == MAP_FAILED || pwrite(to, map, st.st_size, 0) != st.st_size)
+		return fail("write from a mapping");
+	return 0;
+}
+
+static int clone(const char *path, const char *source)
+{
+	int to = open(path, O_CREAT | O_TRUNC | O_WRONLY, 0600), from = open(source, O_RDONLY);
+
+	if (to < 0 || from < 0 || ioctl(to, FICLONE, from))
+		return fail("FICLONE");
+	return 0;
+}
+
+static int dax(const char *path, bool on)
+{
+	int fd = open(path, O_RDONLY);
+	struct fsxattr attributes;
+
+	if (fd < 0 || ioctl(fd, FS_IOC_FSGETXATTR, &attributes))
+		return fail("FS_IOC_FSGETXATTR");
+	attributes.fsx_xflags &= ~FS_XFLAG_DAX;
+	if (on)
+		attributes.fsx_xflags |= FS_XFLAG_DAX;
+	if (ioctl(fd, FS_IOC_FSSETXATTR, &attributes))
+		return fail("FS_IOC_FSSETXATTR");
+	return 0;
+}
+
+static int store(const char *path)
+{
+	int fd = open(path, O_RDWR);
+	struct stat st;
+	void *map;
+
+	if (fd < 0 || fstat(fd, &st))
+		return fail(path);
+	map = mmap(NULL, st.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (map == MAP_FAILED)
+		return fail("mmap");
+	memset(map, 0, st.st_size);
+	return msync(map, st.st_size, MS_SYNC) ? fail("msync") : 0;
+}
+
 static int damage(const char *path, unsigned long page)
 {
 	int fd = open(path, O_RDONLY), ends[2];
@@ -553,6 +672,21 @@ int main(int argc, char **argv)
 		return block(argv[2], atoi(argv[3]));
 	if (argc == 4 && !strcmp(argv[1], "damage"))
 		return damage(argv[2], strtoul(argv[3], NULL, 0));
+	if (argc == 4 && !strcmp(argv[1], "place"))
+		return place(argv[2], strtol(argv[3], NULL, 0));
+	if (argc == 6 && !strcmp(argv[1], "pieces"))
+		return write_pieces(argv[2], strtoll(argv[3], NULL, 0), strtoul(argv[4], NULL, 0),
+				    strtoul(argv[5], NULL, 0));
+	if (argc == 4 && !strcmp(argv[1], "scsi"))
+		return write_scsi(argv[2], strtoull(argv[3], NULL, 0));
+	if (argc == 4 && !strcmp(argv[1], "from-map"))
+		return write_from_map(argv[2], argv[3]);
+	if (argc == 4 && !strcmp(argv[1], "clone"))
+		return clone(argv[2], argv[3]);
+	if (argc == 4 && !strcmp(argv[1], "dax"))
+		return dax(argv[2], !strcmp(argv[3], "on"));
+	if (argc == 3 && !strcmp(argv[1], "store"))
+		return store(argv[2]);
 	if (argc == 4 && !strcmp(argv[1], "cached"))
 		return cached(argv[2], strtoul(argv[3], NULL, 0));
 	fputs("usage: see the top of special.c\n", stderr);

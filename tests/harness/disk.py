@@ -38,6 +38,7 @@ class Disk:
     format: str = "raw"
     read_only: bool = False
     throttle: Throttle | None = None
+    debug: bool = False  # QEMU can stop requests: Vm.qemu_io()
 
     def __post_init__(self) -> None:
         if len(self.name) > SERIAL_MAX or not self.name.isalnum():
@@ -55,7 +56,12 @@ class Disk:
         only = "on" if self.read_only else "off"
         option = f"driver={self.format},node-name={self.node},read-only={only}"
         out = ["-blockdev", f"driver=file,node-name={self.name}-file,filename={self.path},"
-               f"read-only={only}", "-blockdev", f"{option},file={self.name}-file"]  # fmt: skip
+               f"read-only={only}"]  # fmt: skip
+        below = f"{self.name}-file"
+        if self.debug:
+            below = f"{self.name}-debug"
+            out += ["-blockdev", f"driver=blkdebug,node-name={below},image={self.name}-file"]
+        out += ["-blockdev", f"{option},file={below}"]
         top = self.node
         if self.throttle:
             limits = "".join(

@@ -343,6 +343,17 @@ class Vm:
                 return dict(entry["stats"])
         raise HarnessError(f"{self.name}: no disk '{name}' in query-blockstats")
 
+    def qemu_io(self, name: str, command: str) -> None:
+        """Runs a command of qemu-io on a disk.
+
+        For a disk with `debug`, "break write_aio TAG" stops the next write, and "resume TAG"
+        continues it.
+        """
+        device = f"/machine/peripheral/{name}/virtio-backend"
+        arguments = {"command-line": f'qemu-io -d {device} "{command}"'}
+        if said := self.qmp.execute("human-monitor-command", arguments).strip():
+            raise HarnessError(f"{self.name}: qemu-io {command}: {said}")
+
     def expect_trouble(self) -> None:
         """Ignores oopses and warnings on the console from now on."""
         self._trouble_expected = True

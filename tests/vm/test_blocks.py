@@ -111,7 +111,7 @@ def test_records_that_no_write_erases_differ_from_the_disk(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The comparison can fail: it finds records that were not erased."""
-    guest = boot(session, kernel, test_module, f"blocks=shadow {NO_GETS} test_blocks_deaf=1")
+    guest = boot(session, kernel, test_module, f"blocks=shadow {NO_GETS} test_blocks_without=erase")
     Torture(guest, f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2", 900).finish()
     assert blocks(guest)["blocks_gets_wrong"] > 0
 

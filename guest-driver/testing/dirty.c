@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Tests the rule Dirty of hooks/blocks.h on a page that belongs to no file.
+ *
+ * No test of files can show the rule alone. A page that became dirty cannot be evicted before it is
+ * written again, and this write erases the record, too. The rule decides only if an error of the
+ * file system cleans the page without a write, or if the page of another file has a wrong hint.
+ */
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/pagemap.h>
+
+#include "../core/core.h"
+#include "../hooks/blocks.h"
+
+/* A block that no area has. */
+#define BLOCK	(U32_MAX - 1)
+
+/* Time at which the page becomes dirty: before its write, between its ends, or afterwards. */
+enum { DIRTY_NOT, DIRTY_BEFORE, DIRTY_DURING, DIRTY_AFTER, NR_DIRTY };
+
+static char verdicts[NR_DIRTY + 1];
+
+/* Returns whether the page is put ('p') or refused ('-') if it is clean again, with its bytes. */
+static char try(struct page *page, int when)
+{
+	struct folio *folio = page_folio(page);
+	void *bytes = kmap_local_page(page);
+	u64 check = tmem_check64_page(&tmem_keys, bytes);
+	enum tmem_verdict verdict;
+	u32 seq;
+
+	kunmap_local(bytes);
+	if (when == DIRTY_BEFORE)
+		SetPageDirty(page);
+	seq = tmem_record_write(BLOCK, page);
+	if (when == DIRTY_DURING)
+		SetPageDirty(page);
+	if (seq)
+		tmem_record_flush(BLOCK, seq, check, page);
+	else
+		tmem_record_write_range(BLOCK, 1, -1);
+	if (when == DIRTY_AFTER) {
+		SetPageDirty(page);
+		tmem_record_dirty(folio);
+	}
+	ClearPageDirty(page);
+	verdict = tmem_record_compare(page, NULL, NULL);
+	tmem_record_erase(BLOCK, 1);
+	return verdict == TMEM_VERDICT_EQUAL ? 'p' : '-';
+}
+
+static int run_dirty(const char *val, const struct kernel_param *kp)
+{
+	struct page *page;
+	int when;
+
+	if (!tmem_blocks_mode)
+		return -ENODEV;
+	page = alloc_page(GFP_KERNEL | __GFP_ZERO);
+	if (!page)
+		return -ENOMEM;
+	for (when = 0; when < NR_DIRTY; when++)
+		verdicts[when] = try(page, when);
+	__free_page(page);
+	return 0;
+}
+
+static int get_verdicts(char *buffer, const struct kernel_param *kp)
+{
+	return sysfs_emit(buffer, "%s\n", verdicts);
+}
+
+static const struct kernel_param_ops dirty_ops = {
+	.set = run_dirty,
+	.get = get_verdicts,
+};
+module_param_cb(test_blocks_dirty, &dirty_ops, NULL, 0644);
+MODULE_PARM_DESC(test_blocks_dirty, "TEST: a write tests the rule Dirty of blocks=on; reads as p (put) or - (refused) for a page that becomes dirty never, before, during and after its write");
