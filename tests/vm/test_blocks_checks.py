@@ -177,7 +177,7 @@ def put_during_write(file: File) -> bytes:
 
 def write_during_get(file: File) -> bytes:
     """Writes a block after the host has returned its page, and before the driver uses the page."""
-    hold = Hold(file.guest, "got")
+    hold = Hold(file.guest, "fetch")
     reader = file.reader()
     hold.wait()
     assert file.write().wait().status == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -65,12 +65,14 @@ def boot(
     options: str = "",
     modules: Sequence[str] = (),
     mount: str = "",
+    parameters: str = "verify_every=0",
 ) -> Guest:
     """Boots a guest with an ext4 of these features and the module loaded."""
     guest = driver_guest(
         session,
         kernel,
         module,
+        parameters=parameters,
         fs=FileSystem("ext4", ("-O", options) if options else ()),
         cpus=2,
         modules=there(kernel, *modules),
@@ -175,16 +177,24 @@ def quota_off(guest: Guest, path: str, way: str) -> None:
     guest.sh(f"mount -o remount,rw {WHERE}", 60)
 
 
-def check_former_quota_file(guest: Guest, way: str) -> None:
-    """Checks that a former quota file is read from the disk, but not with the hook `quota` off.
+def check_former_quota_file(
+    guest: Guest,
+    way: str,
+    switch: tuple[str, str] = ("test_hooks_off", "quota"),
+    cases: Iterable[tuple[bool, bool]] = tuple(itertools.product((True, False), (False, True))),
+) -> None:
+    """Checks that a former quota file is read from the disk.
+
+    `switch` is a parameter and its value with which old bytes are read, `cases` says for each file
+    whether the value is set, and whether its pages are cached while the quotas are on.
 
     Old bytes may come from entries of the time before the quotas, or from pages that were cached
     while the quotas were on.
     """
     owners = " ".join(str(owner) for owner in range(1000, 1040))
-    for hook_off, cached in itertools.product((True, False), (False, True)):
+    for off, cached in cases:
         # The kernel leaves a file immutable if its quotas cannot be resumed, so use another file.
-        path = f"{WHERE}/{'without' if hook_off else 'with'}{cached}"
+        path = f"{WHERE}/{'without' if off else 'with'}{cached}"
         guest.sh(f"{SPECIAL} quotafile {path}")
         settle(guest)
         before = stats(guest)["index_pages"]
@@ -192,17 +202,17 @@ def check_former_quota_file(guest: Guest, way: str) -> None:
         guest.sh(f"{SPECIAL} quotaon {WHERE} {path}")
         if cached:
             guest.sh(f"cat {path} >/dev/null")
+        set_parameter(guest, switch[0], switch[1] if off else "")
         guest.sh(
             f"cd {WHERE} && for i in {owners}; do echo $i >of$i && chown $i of$i; done; sync", 60
         )
-        set_parameter(guest, "test_hooks_off", "quota" if hook_off else "")
         quota_off(guest, path, way)
         for _ in range(2):
             guest.sh("echo 1 >/proc/sys/vm/drop_caches")
             settle(guest)
             # If cached and direct reads differ, the program ends with status 1.
-            assert guest.run(f"{SPECIAL} same {path}").status == hook_off
-            assert any(guest.get(path)[2048:]) != hook_off
+            assert guest.run(f"{SPECIAL} same {path}").status == off
+            assert any(guest.get(path)[2048:]) != off
         guest.sh(f"mount -o remount,rw {WHERE}", 60)
         if way == "resume":
             guest.sh("insmod /modules/*quota_v2.ko")

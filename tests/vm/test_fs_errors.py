@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,12 +78,19 @@ class Below:
         guest.sh(f"fallocate -l {PAGES * PAGE} {PATH} && sync")
 
     @staticmethod
-    def boot(session: Session, kernel: Kernel, module: Path, *options: str) -> Below:
+    def boot(
+        session: Session,
+        kernel: Kernel,
+        module: Path,
+        *options: str,
+        parameters: str = "verify_every=0",
+    ) -> Below:
         image = make_image(session, *options)
         guest = driver_guest(
             session,
             kernel,
             module,
+            parameters=parameters,
             cpus=2,
             disks=[disk.Disk("data", image)],
             modules=["dm_mod", "dm_delay"],
@@ -281,13 +288,22 @@ def full_image(session: Session, block: int) -> Path:
     return disk.ext4(path, SMALL_BYTES, None, "-b", str(block), "-m0")
 
 
-def check_failed_zero_range(guest: Guest, block: int) -> None:
-    """Checks that the zeroes of a failed operation are not put, but with the hook off they are."""
+def check_failed_zero_range(
+    guest: Guest,
+    block: int,
+    switch: tuple[str, str] = ("test_hooks_off", "truncate"),
+    cases: Sequence[tuple[bool, bool]] = ((True, False), (False, False), (False, True)),
+) -> None:
+    """Checks that the zeroes of a failed operation are not put.
+
+    `switch` is a parameter and its value with which they are put. `cases` says for each file if
+    the value is set, and whether pages are evicted before the hook `truncate` marks the file.
+    """
     begin = block if block < PAGE else 100
-    for hook_off, evicted in ((True, False), (False, False), (False, True)):
-        path = f"{WHERE}/{hook_off}{evicted}"
+    for off, evicted in cases:
+        path = f"{WHERE}/{off}{evicted}"
         guest.sh(f"{SPECIAL} scatter {path} && {SPECIAL} fill {WHERE}", 120)
-        set_parameter(guest, "test_hooks_off", "truncate" if hook_off else "")
+        set_parameter(guest, switch[0], switch[1] if off else "")
         evict(guest, [path])
         guest.sh(f"cat {path} >/dev/null")
         hold = Hold(guest, "truncate") if evicted else None
@@ -302,7 +318,7 @@ def check_failed_zero_range(guest: Guest, block: int) -> None:
             guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
             settle(guest)
             # If cached and direct reads differ, the program ends with status 1.
-            assert guest.run(f"{SPECIAL} same {path}").status == hook_off
+            assert guest.run(f"{SPECIAL} same {path}").status == off
         guest.sh(f"rm {WHERE}/fill* && sync", 60)
 
 
