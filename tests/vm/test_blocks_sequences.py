@@ -20,17 +20,21 @@ from test_files import check_former_quota_file
 from test_fs_errors import DATA as CONVERTED
 from test_fs_errors import (
     NO_JOURNAL,
+    PATH,
+    SHUTDOWN_SECONDS,
     Below,
     check_failed_zero_range,
     full_image,
     page_after_failed_conversion,
     zeroes_unaligned_edges,
 )
+from test_fs_errors import PAGES as CONVERTED_PAGES
 
 from harness.disk import FILE_SYSTEMS, Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
+from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -149,6 +153,49 @@ def test_failed_conversion_is_missed_by_a_rule_for_files(
     """Negative control of test_failed_conversion."""
     below = Below.boot(session, kernel, test_module, *NO_JOURNAL, parameters=by_file("conversion"))
     assert page_after_failed_conversion(below) == CONVERTED
+
+
+def abort_journal(session: Session, below: Below) -> bool:
+    """Aborts the journal between a write and its conversion, so that the file keeps old extents.
+
+    Returns whether reads then return what the disk has.
+    """
+    guest = below.guest
+    session.expect_trouble()
+    guest.sh(f"mount -o remount,errors=remount-ro {WHERE}", 60)
+    below.write(0, CONVERTED_PAGES)
+    guest.sh("/bin/dm data suspend")
+    writing = below.write_back()
+    # An error, after which the file system is read-only, aborts the journal.
+    trigger = f"/sys/fs/ext4/{below.node[5:]}/trigger_fs_error"
+    aborting = guest.start(f"echo error >{trigger}", 120)
+    # Wait only for the begin of the abort, because its end needs the stopped disk.
+    until(
+        lambda: "trigger_test_error" in guest.sh("dmesg"),
+        SHUTDOWN_SECONDS,
+        "the journal is aborted",
+    )
+    below.go_on(below.whole(), writing)
+    aborting.wait()
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    done = guest.run(f"{SPECIAL} same {PATH}")
+    assert done.status in (0, 1), done.text
+    return done.status == 0
+
+
+def test_aborted_journal(session: Session, kernel: Kernel, module: Path) -> None:
+    assert abort_journal(session, Below.boot(session, kernel, module, parameters=BLOCKS))
+
+
+def test_aborted_journal_is_missed_by_a_rule_for_files(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Negative control of test_aborted_journal."""
+    parameters = by_file("conversion", "journal_abort", "fs_error")
+    assert not abort_journal(
+        session, Below.boot(session, kernel, test_module, parameters=parameters)
+    )
 
 
 @pytest.mark.parametrize("check", ["", "erase"])
