@@ -9,7 +9,7 @@ use crate::measure::{Ratio, Samples};
 use crate::report::{Results, Target, progress};
 use crate::times::{self, Sized, Times};
 use crate::zram::Zram;
-use crate::{EngineArgs, Part, memory, threads};
+use crate::{EngineArgs, Part, growth, memory, threads};
 use serde_json::{Value, json};
 use tmem_pool::PageHash;
 
@@ -53,6 +53,15 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     };
     if let Some(load) = &load {
         load.add_to(&mut results);
+    }
+    if args.measures(Part::Growth) {
+        progress("adding objects");
+        let longest_us = growth::longest_put_us(args.objects())?;
+        results.add(
+            "growth_longest_put_us",
+            Target::AtMost(200.0),
+            Ok(Ratio::exact(longest_us)),
+        );
     }
     let two = match args.trees.as_slice() {
         [a, b] if args.measures(Part::Servers) => {

@@ -9,6 +9,7 @@ mod bare;
 mod corpus;
 mod counters;
 mod engine;
+mod growth;
 mod load;
 mod machine;
 mod measure;
@@ -73,6 +74,8 @@ enum Part {
     /// Time for each page in a full pool, with 256 tenants, with keys in random order, with tables
     /// larger than the processor's caches, and while the pool grows.
     Load,
+    /// Longest put while a tenant gets millions of objects of one page.
+    Growth,
 }
 
 /// Options of the benchmark of the storage engine.
@@ -134,6 +137,11 @@ impl EngineArgs {
     /// tables as a multiple of the last-level cache.
     fn load_effort(&self) -> (usize, u64) {
         (self.rounds(), if self.quick { 1 } else { 4 })
+    }
+
+    /// Returns the number of objects that a tenant gets while the benchmark looks for the longest put.
+    fn objects(&self) -> u64 {
+        if self.quick { 1 << 20 } else { 4 << 20 }
     }
 
     fn rounds(&self) -> usize {

@@ -13,11 +13,17 @@
 //! copies the bucket to both halves. The copy of a fingerprint in the wrong half is never looked
 //! up, and later fingerprints replace it.
 
-use super::buckets::{BUCKETS_MIN, Bucket, Buckets, WAYS};
 use crate::heap;
-use crate::index::Chunks;
+use crate::index::{BUCKETS_MIN, Buckets, Chunks, parent};
 use std::ptr;
 use std::sync::Arc;
+
+/// Number of fingerprints (short hashes of keys) in a bucket. They take a quarter of a cache line.
+const WAYS: usize = 8;
+
+/// Bucket of a ghost table: fingerprints (short hashes of keys), the oldest first. 0 means no
+/// fingerprint.
+type Bucket = [u16; WAYS];
 
 /// Number of removed pages that the table can remember for each page that the tenant has. With 1,
 /// 1.5 and 3, the hit ratio was lower (docs/traces.md).
@@ -43,18 +49,12 @@ const PAST: u16 = 3;
 
 #[derive(Debug)]
 pub(super) struct Ghost {
-    buckets: Buckets,
+    buckets: Buckets<Bucket>,
 }
 
 /// Returns the number of buckets that the table needs for a tenant with this many pages.
 fn wanted(pages: u32) -> usize {
     (pages as usize * REMEMBERED_PER_PAGE / WAYS).max(BUCKETS_MIN)
-}
-
-/// Returns the number of the bucket from which bucket `nr` was split. Bucket `nr` must not be the
-/// first.
-fn parent(nr: usize) -> usize {
-    nr - (1 << nr.ilog2())
 }
 
 impl Ghost {
@@ -106,23 +106,9 @@ impl Ghost {
         self.buckets[parent] = joined;
     }
 
-    /// Returns the number of the bucket of a key with this hash. Returns None if the table has no
-    /// memory yet.
-    fn bucket_of(&self, key_hash: u64) -> Option<usize> {
-        let len = self.buckets.len();
-        if len == 0 {
-            return None;
-        }
-        let mask = len.next_power_of_two() - 1;
-        let nr = key_hash as usize & mask;
-        // If the bucket `nr` is not split off yet, the key is in the bucket that will be split to
-        // make it.
-        Some(if nr < len { nr } else { nr & mask >> 1 })
-    }
-
     /// Prefetches the bucket of a key with this hash into the cache.
     pub(super) fn prefetch(&self, key_hash: u64) {
-        if let Some(nr) = self.bucket_of(key_hash) {
+        if let Some(nr) = self.buckets.bucket_of(key_hash) {
             heap::prefetch(ptr::from_ref(&self.buckets[nr]).cast());
         }
     }
@@ -130,7 +116,7 @@ impl Ghost {
     /// Returns the bucket and the fingerprint of a key with this hash. Returns None if the table
     /// has no memory yet.
     fn place(&mut self, key_hash: u64) -> Option<(&mut Bucket, u16)> {
-        let nr = self.bucket_of(key_hash)?;
+        let nr = self.buckets.bucket_of(key_hash)?;
         let fingerprint = (key_hash >> 48) as u16 & !PAST;
         Some((&mut self.buckets[nr], fingerprint))
     }

@@ -11,7 +11,6 @@
 //! queues as well. A reference (REF) inserts it again as a put would.
 
 mod adaptive_two_queue;
-mod buckets;
 mod fifo;
 mod ghost;
 mod lru;

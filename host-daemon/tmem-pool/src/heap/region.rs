@@ -186,6 +186,10 @@ pub(crate) unsafe trait Zeroed {}
 
 // SAFETY: the unit type has no bits.
 unsafe impl Zeroed for () {}
+// SAFETY: zero is a valid number.
+unsafe impl Zeroed for u32 {}
+// SAFETY: zero is a valid number.
+unsafe impl<const N: usize> Zeroed for [u16; N] {}
 
 /// A table of records in reserved address space. The table never moves, and it takes memory only up
 /// to the highest record that was used.

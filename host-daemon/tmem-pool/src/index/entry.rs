@@ -133,7 +133,9 @@ impl Entry {
 unsafe impl Zeroed for Entry {}
 
 /// Gauges: sums over the index entries of an object, a pool or a tenant.
+/// Packed, because each object has gauges, and their size would otherwise be a multiple of 8 B.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C, packed(4))]
 pub(crate) struct Gauges {
     pub pages: u32,
     pub same_filled_pages: u32,

@@ -17,38 +17,28 @@
 //! aborts the process.
 
 mod arena;
+mod buckets;
 mod chunks;
 pub(crate) mod entry;
 mod leaves;
+mod map;
 mod tree;
 
 pub(crate) use arena::{Full, Id};
-pub(crate) use chunks::{CHUNK_BYTES, Chunk, Chunks};
+pub(crate) use buckets::{BUCKETS_MIN, Buckets, parent};
+pub(crate) use chunks::Chunks;
 pub(crate) use leaves::Entries;
 
-use crate::fail;
 use crate::heap::Zeroed;
 use arena::{Arena, ArenaRecord};
 use entry::{Entry, Gauges};
-use hashbrown::HashTable;
 use leaves::leaf_of;
+use map::ObjectMap;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tree::{Child, Nodes};
 use twox_hash::XxHash3_64;
-
-/// Number of hash tables among which the index divides the objects of a tenant. Each table grows by
-/// itself. With the largest number of objects of a tenant, moving one table to twice its size takes
-/// a few milliseconds. Only that tenant waits for it.
-const MAP_SHARDS: usize = 256;
-
-/// Divisor for shrinking: a hash table of objects is replaced by a smaller one if fewer than one in
-/// this many of its places are used. The smaller table has room for twice the number of objects. So
-/// the table is not replaced again before half of the objects are gone.
-const SPARSE: usize = 8;
-/// Number of places below which a hash table of objects is not replaced by a smaller one.
-const SPARSE_MIN: usize = 32;
 
 /// Key of a page: the numbers of its pool, its object and the page, as the guest uses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -78,12 +68,16 @@ struct Pool {
     gauges: Gauges,
 }
 
+// The fields that look-ups read are the first, so that they are rarely in two cache lines.
 #[derive(Clone, Debug, Default)]
+#[repr(C)]
 struct Object {
     nr: u64,
     /// Record of the object's pool. 0 means that the object was detached (dropped as a whole)
     /// without its pool.
     pool: Id,
+    /// Next object in the list of the same bucket of `Index::map`, or 0.
+    chain: Id,
     /// The object's tree of pages.
     root: Child,
     /// Previous and next object in the list of the pool's objects. If the object was detached
@@ -92,6 +86,9 @@ struct Object {
     next: Id,
     gauges: Gauges,
 }
+
+// An object must be small, because each small file has one.
+const _: () = assert!(size_of::<Object>() == 56);
 
 // SAFETY: all fields of a pool record are integers, for which all bits zero is a valid value.
 unsafe impl Zeroed for Pool {}
@@ -136,12 +133,9 @@ pub(crate) struct Index {
     pools: Arena<Pool>,
     /// Record of each live pool, by the number of the pool.
     live: BTreeMap<u32, Id>,
-    /// Hash tables that find objects by pool and number. They have the objects of all pools, also
-    /// of detached pools. An object that was detached without its pool is not in the tables.
-    map: Box<[HashTable<Id>]>,
-    /// Memory of the hash tables of `map` in bytes. The sum is stored because each operation reads
-    /// it.
-    map_bytes: u64,
+    /// Hash table that finds objects by pool and number. It has the objects of all pools, also of
+    /// detached pools. An object that was detached without its pool is not in the table.
+    map: ObjectMap,
     /// Object that the last look-up found, or 0. The next request is often for a page of that
     /// object.
     last: Cell<Id>,
@@ -168,8 +162,7 @@ impl Index {
             objects: Arena::new(keys_max, Arc::clone(chunks)),
             pools: Arena::new(u32::MAX, Arc::clone(chunks)),
             live: BTreeMap::new(),
-            map: (0..MAP_SHARDS).map(|_| HashTable::new()).collect(),
-            map_bytes: 0,
+            map: ObjectMap::new(chunks),
             last: Cell::new(0),
             last_leaf: Cell::new(0),
             chunks: Arc::clone(chunks),
@@ -192,7 +185,7 @@ impl Index {
             + self.nodes.bytes()
             + self.objects.bytes()
             + self.pools.bytes()
-            + self.map_bytes
+            + self.map.bytes()
     }
 
     // ---- pools --------------------------------------------------------------------------------
@@ -268,12 +261,6 @@ impl Index {
         XxHash3_64::oneshot_with_seed(seed, &key)
     }
 
-    fn shard(hash: u64) -> usize {
-        // Each hash table places an object by bits from both ends of its hash. So choose the
-        // object's table by bits from the middle.
-        (hash >> 24) as usize % MAP_SHARDS
-    }
-
     fn object(&self, pool: PoolRef, nr: u64) -> Option<Id> {
         let same = |object: &Object| object.nr == nr && object.pool == pool.id;
         // Try the object that the last look-up found. Its record may be free or detached by now.
@@ -283,32 +270,24 @@ impl Index {
             return Some(last);
         }
         let hash = Index::hash(self.seed, pool.id, nr);
-        let shard = &self.map[Index::shard(hash)];
-        let found = shard.find(hash, |&id| same(&self.objects[id])).copied();
+        let found = self.map.find(&self.objects, hash, same);
         self.last.set(found.unwrap_or(0));
         found
     }
 
     fn new_object(&mut self, pool: PoolRef, nr: u64) -> Result<Id, Full> {
         let hash = Index::hash(self.seed, pool.id, nr);
-        if fail::memory() {
+        if !self.map.begin() {
             return Err(Full);
         }
-        let (objects, seed) = (&self.objects, self.seed);
-        let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
-        let shard = &mut self.map[Index::shard(hash)];
-        let before = shard.allocation_size();
-        let reserved = shard.try_reserve(1, rehash);
-        self.map_bytes += (shard.allocation_size() - before) as u64;
-        reserved.map_err(|_| Full)?;
         let id = self.objects.insert(Object {
             nr,
             pool: pool.id,
             ..Object::default()
         })?;
-        let objects = &self.objects;
-        let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
-        self.map[Index::shard(hash)].insert_unique(hash, id, rehash);
+        let seed = self.seed;
+        let hash_of = |object: &Object| Index::hash(seed, object.pool, object.nr);
+        self.map.insert(&mut self.objects, hash, id, hash_of);
         self.link(id);
         Ok(id)
     }
@@ -347,32 +326,11 @@ impl Index {
         }
     }
 
-    /// Removes an object from the hash tables, so that no look-up finds it any more. Shrinks the
-    /// object's table if few of its places are used.
+    /// Removes an object from the hash table, so that no look-up finds it any more.
     fn unmap(&mut self, id: Id) {
         let Object { pool, nr, .. } = self.objects[id];
         let hash = Index::hash(self.seed, pool, nr);
-        let shard = &mut self.map[Index::shard(hash)];
-        let found = shard.find_entry(hash, |&other| other == id);
-        found
-            .expect("an object that is not detached is not in the map")
-            .remove();
-        let before = shard.allocation_size();
-        if shard.is_empty() {
-            *shard = HashTable::new();
-        } else if shard.capacity() >= SPARSE_MIN && shard.len() * SPARSE < shard.capacity() {
-            let (objects, seed) = (&self.objects, self.seed);
-            let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
-            let mut smaller = HashTable::new();
-            // If there is no memory for a smaller table, the table stays as it is.
-            if smaller.try_reserve(2 * shard.len(), rehash).is_ok() {
-                for id in shard.drain() {
-                    smaller.insert_unique(rehash(&id), id, rehash);
-                }
-                *shard = smaller;
-            }
-        }
-        self.map_bytes -= (before - shard.allocation_size()) as u64;
+        self.map.remove(&mut self.objects, hash, id);
     }
 
     /// Returns the number of pages of an object, or 0 if the pool does not have the object.
@@ -664,6 +622,10 @@ impl Index {
                     object.nr
                 );
                 sum.add(in_object);
+                if pool != 0 {
+                    let hash = Index::hash(self.seed, pool, object.nr);
+                    self.map.check(&self.objects, hash, id);
+                }
                 objects += 1;
                 (prev, id) = (id, object.next);
             }
@@ -722,12 +684,6 @@ impl Index {
             counted, held,
             "the recounted numbers of pools, objects, nodes, leaves and entries differ from the numbers of records"
         );
-        let mapped: usize = self.map.iter().map(HashTable::len).sum();
-        let map_bytes: usize = self.map.iter().map(HashTable::allocation_size).sum();
-        assert_eq!(
-            map_bytes as u64, self.map_bytes,
-            "the index's sum of the memory of its tables differs from the recount"
-        );
         let mut by_itself = 0;
         let mut id = self.detached_objects;
         while id != 0 {
@@ -735,9 +691,9 @@ impl Index {
             id = self.objects[id].next;
         }
         assert_eq!(
-            mapped as u32,
+            self.map.len() as u32,
             objects - by_itself,
-            "the number of objects in the tables differs from the number of objects in the pools"
+            "the number of objects in the table differs from the number of objects in the pools"
         );
     }
 }
