@@ -379,7 +379,8 @@ bool tmem_record_got(u32 block, u32 seq, struct page *page)
  * @put: called if the bytes are equal, with the block and @arg; or NULL
  * @arg: argument of @put
  *
- * The record stays true while @put runs: a write of the block begins after it.
+ * The record stays true while @put runs: a write of the block begins after it. If @put is given,
+ * the record is then deleted, because the page leaves the page cache.
  *
  * Return: the result, which is counted, too.
  */
@@ -415,6 +416,9 @@ enum tmem_verdict tmem_record_compare(struct page *page, void (*put)(u32 block, 
 				put(block, arg);
 			else if (verdict == TMEM_VERDICT_EQUAL)
 				record->state = RECORD_HELD;
+			/* Leave the place to the record of a page that is still cached. */
+			if (put)
+				record->block = 0;
 		}
 		spin_unlock_irqrestore(&set->lock, flags);
 	}
