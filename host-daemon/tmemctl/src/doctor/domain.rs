@@ -50,7 +50,11 @@ pub fn findings(
     };
     let host = is_local(uri).then_some(&host);
     for seen in domains {
-        findings.extend(super::installation::huge_pages(&seen.xml, seen.active, root));
+        findings.extend(super::installation::huge_pages(
+            &seen.xml,
+            seen.active,
+            root,
+        ));
         findings.extend(check_domain(&seen, host));
     }
     findings
