@@ -15,7 +15,7 @@
  *	  queue->vq_lock		the virtqueue; state of requests that are the device's
  *	    dev->get_lock		free get requests and bounce blocks
  *	      stats.c: state_lock	state for sysfs; also taken alone
- *	dev->fetch_lock		fetches in flight; vq_lock and get_lock may be taken inside
+ *	dev->fetch_lock		fetches in flight; no lock is taken inside
  * control_vq_lock, window_lock, the lock of the index's limit (budget.c) and the locks of admit.c,
  * bypass.c and policy.c are leaf locks. vq_lock and bucket->lock are never held together. Callers
  * may hold mm and file system locks (i_pages), so none of these locks may be held while an mm or

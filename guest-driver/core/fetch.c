@@ -13,7 +13,7 @@
  * Each fetch in flight has a request, so their number has a bound. A fetch for readahead that
  * begins in advance leaves half of the requests and bounce pages free. The driver takes a request
  * and its bounce pages before it takes the entries out of the index, so that nothing is lost if
- * there are none.
+ * there are none. Pages of a run that pages in the put ring divide are the exception.
  *
  * While a reader polls, nobody else ends its fetch: other readers of the same pages wait until it
  * runs again, if the scheduler or the host stops it there.
@@ -82,21 +82,26 @@ static enum hrtimer_restart expired(struct hrtimer *timer)
 	struct tmem_dev *dev = container_of(timer, struct tmem_dev, fetch_timer);
 	u64 now_ns = ktime_get_ns();
 	struct tmem_fetch *fetch;
+	LIST_HEAD(late);
 
 	spin_lock_bh(&dev->fetch_lock);
 	while ((fetch = list_first_entry_or_null(&dev->fetches, struct tmem_fetch, list)) &&
 	       fetch->deadline_ns <= now_ns) {
 		list_del_init(&fetch->list);
-		/* Without a use, the fetch is about to end. */
-		if (!atomic_inc_not_zero(&fetch->pending))
-			continue;
-		give_up(fetch);
-		tmem_fetch_release(fetch, &dev->queue[0]);
+		/* Without a use, the fetch is about to end. With one, it cannot end. */
+		if (atomic_inc_not_zero(&fetch->pending))
+			list_add_tail(&fetch->list, &late);
 	}
 	dev->fetch_timer_ns = fetch ? fetch->deadline_ns : 0;
 	if (fetch)
 		hrtimer_start(timer, ns_to_ktime(fetch->deadline_ns), HRTIMER_MODE_ABS_SOFT);
 	spin_unlock_bh(&dev->fetch_lock);
+	while (!list_empty(&late)) {
+		fetch = list_first_entry(&late, struct tmem_fetch, list);
+		list_del_init(&fetch->list);
+		give_up(fetch);
+		tmem_fetch_release(fetch, &dev->queue[0]);
+	}
 	return HRTIMER_NORESTART;
 }
 

@@ -24,7 +24,6 @@
 #include <linux/ioprio.h>
 #include <linux/irqflags.h>
 #include <linux/pagemap.h>
-#include <linux/percpu.h>
 #include <linux/sched.h>
 #include <linux/slab.h>
 #include <linux/workqueue.h>
@@ -58,10 +57,20 @@ struct fill {
 };
 
 static struct workqueue_struct *fill_wq;
-/* Counts whose sum over all CPUs is the number of fills in flight. */
-static DEFINE_PER_CPU(long, nr_fills);
+/*
+ * Number of fills in flight. Each has a get request, so the number is small, and they begin and end
+ * on different processors: a sum of counters of processors could miss one.
+ */
+static atomic_t nr_fills = ATOMIC_INIT(0);
 /* Number of bios whose rest was not submitted yet. */
 static atomic_t nr_rests = ATOMIC_INIT(0);
+
+/* Counts a fill that has ended, after all accesses of it. */
+static void fill_gone(void)
+{
+	smp_mb__before_atomic();	/* pairs with tmem_fill_wait() */
+	atomic_dec(&nr_fills);
+}
 
 static bool is_of_file(struct folio *folio, const struct super_block *sb)
 {
@@ -140,15 +149,17 @@ static bool follows_read(struct folio *folio)
 {
 	struct address_space *mapping;
 	struct folio *before = NULL;
-	bool follows;
+	bool follows = false;
 
 	rcu_read_lock();
 	/* The bio may be one of swap, or of a direct read, whose pages have no mapping. */
 	mapping = folio_mapping(folio);
 	if (mapping && folio->index)
 		before = xa_load(&mapping->i_pages, folio->index - 1);
-	follows = before && !xa_is_value(before) && folio_test_locked(before) &&
-		  !folio_test_uptodate(before);
+	if (before && !xa_is_value(before) && folio_try_get(before)) {
+		follows = folio_test_locked(before) && !folio_test_uptodate(before);
+		folio_put(before);
+	}
 	rcu_read_unlock();
 	return follows;
 }
@@ -325,7 +336,7 @@ static void rest_fn(struct work_struct *work)
 	bio->bi_opf &= ~REQ_NOWAIT;
 	submit(bio, deadline_ns);
 	atomic_dec(&nr_rests);
-	tmem_users_end(&nr_fills);
+	fill_gone();
 }
 
 static void fetch_done(struct tmem_fetch *fetch)
@@ -340,7 +351,7 @@ static void fetch_done(struct tmem_fetch *fetch)
 	}
 	kfree(fill);
 	bio_endio(bio);
-	tmem_users_end(&nr_fills);
+	fill_gone();
 }
 
 /**
@@ -398,7 +409,7 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	/* A worker submits the rest, which must not have the worker's priority. */
 	if (IOPRIO_PRIO_CLASS(bio->bi_ioprio) == IOPRIO_CLASS_NONE)
 		bio->bi_ioprio = get_current_ioprio();
-	tmem_users_begin(&nr_fills);
+	atomic_inc(&nr_fills);
 	/* All pages can be retained: at its next eviction, a page is compared with its record. */
 	if (!tmem_fetch_start(&fill->fetch))
 		return TMEM_FILLED_LATER;
@@ -409,7 +420,7 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	kfree(fill);
 	if (filled == TMEM_FILLED_ALL)
 		bio_endio(bio);
-	tmem_users_end(&nr_fills);
+	fill_gone();
 	return filled;
 put:
 	tmem_fs_put(fs);
@@ -439,7 +450,9 @@ int tmem_fill_init(void)
  */
 void tmem_fill_wait(void)
 {
-	tmem_users_wait(&nr_fills);
+	while (atomic_read(&nr_fills))
+		schedule_timeout_idle(1);
+	smp_mb();	/* pairs with fill_gone() */
 	flush_workqueue(fill_wq);
 }
 

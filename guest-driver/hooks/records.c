@@ -412,13 +412,13 @@ enum tmem_verdict tmem_record_compare(struct page *page, void (*put)(u32 block, 
 		    (!is_written(set) || TMEM_WITHOUT(IN_FLIGHT))) {
 			verdict = record->check == check || TMEM_WITHOUT(EQUAL) ?
 				  TMEM_VERDICT_EQUAL : TMEM_VERDICT_OTHER;
-			if (verdict == TMEM_VERDICT_EQUAL && put)
+			if (verdict == TMEM_VERDICT_EQUAL && put) {
 				put(block, arg);
-			else if (verdict == TMEM_VERDICT_EQUAL)
-				record->state = RECORD_HELD;
-			/* Leave the place to the record of a page that is still cached. */
-			if (put)
+				/* Leave the place to the record of a page that is still cached. */
 				record->block = 0;
+			} else if (verdict == TMEM_VERDICT_EQUAL) {
+				record->state = RECORD_HELD;
+			}
 		}
 		spin_unlock_irqrestore(&set->lock, flags);
 	}
