@@ -16,7 +16,7 @@ from driver import (
     PATIENT,
     WHERE,
     Hold,
-    Torture,
+    LastingTorture,
     checksums,
     driver_guest,
     evict,
@@ -285,12 +285,10 @@ def test_host_that_stops_under_load_causes_no_wrong_byte(
         kernel,
         module,
         Tmem(daemon.socket("vm1")),
-        parameters="blocks=on verify_every=0 deadline_ms=5",
+        parameters="blocks=on verify_every=0",
         cpus=2,
     )
-    torture = Torture(
-        guest, f"--seed={seed()} --ops=8000 --files=16 --size-max=524288 --jobs=2", 900
-    )
+    torture = LastingTorture(guest, seed(), "--ops=1500 --files=16 --size-max=524288 --jobs=2")
     for _ in range(4):
         hits = stats(guest)["hits"]
         until(lambda hits=hits: stats(guest)["hits"] > hits, 120, "pages come from the host")  # type: ignore[misc]
@@ -302,7 +300,7 @@ def test_host_that_stops_under_load_causes_no_wrong_byte(
             "reads are late",
         )
         daemon.resume()
-    torture.finish()
+    torture.finish(guest)
     wait_ended(guest)
     wait_state(guest, "on")
 
