@@ -137,7 +137,7 @@ fn a_service_manager_that_reads_nothing_does_not_keep_the_daemon_from_stopping()
     let process = Pid::from_raw(daemon.pid() as i32).expect("the process id is 0");
     kill_process(process, Signal::TERM).expect("cannot stop the daemon");
     // The daemon is a zombie process until the test waits for it.
-    daemon.until("the daemon ends", || {
+    crate::common::until("the daemon ends", || {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid()));
         stat.is_ok_and(|stat| stat.contains(") Z "))
     });
