@@ -10,9 +10,10 @@
  * all pages of a bio. Held pages between others come from the disk. A get that fails leaves its
  * pages to the disk.
  *
- * Nobody sleeps here. A reader that will wait for the bio polls for a moment, and may find all
- * pages filled. Otherwise the bio is in flight, as with a disk: the reader sleeps until its folio
- * is unlocked. A tasklet ends the bio, or a work item submits the rest of it to the disk.
+ * No function of this file sleeps. A task that will wait for the bio first polls for answers for
+ * spin_us. If all pages are then filled, the bio has ended. Otherwise it is in flight, as on its
+ * way to a disk, and the task sleeps until its folio is unlocked. A tasklet ends the bio, or a work
+ * item submits the rest of it to the disk.
  *
  * A get and a write of the same block: a get that begins while a write may be in flight is left to
  * the disk, and so is one whose block a write has reached before the answer. So a reader never sees
@@ -35,9 +36,9 @@
 #define FILL_PAGES_MAX 2048
 
 /*
- * While so many bios wait for the work item that submits their rest, no fill begins, and readers
- * wait for the disk themselves. A disk may be slow, and must not delay the rests for other disks,
- * which the same work queue submits.
+ * Maximum number of bios whose rest waits in the work queue. At this number the driver begins no
+ * fill, and reads go to their disk directly. So a slow disk cannot occupy all workers, which also
+ * submit the rests for other disks.
  */
 #define RESTS_MAX 32
 
