@@ -16,6 +16,8 @@
 #include <linux/mm_types.h>
 #include <linux/types.h>
 
+#include "core/check.h"
+
 /* Share of the index that belongs to one file system (super block). */
 struct tmem_pool;
 
@@ -81,6 +83,23 @@ unsigned long tmem_pool_pages(struct tmem_pool *pool);
 void tmem_pool_free(struct tmem_pool *pool);
 
 /*
+ * A page that leaves the page cache. @copy is NULL until the page was read, and then points to a
+ * copy, which stays valid until the processor enables interrupts.
+ */
+struct tmem_evicted {
+	struct page *page;
+	const void *copy;
+	bool error;			/* a memory error; there is no copy */
+	struct tmem_checks checks;	/* of the copy */
+};
+
+/*
+ * Copies an evicted page, and computes its checks. The caller has disabled interrupts. Returns
+ * false if there is no device, or if the page has a memory error.
+ */
+bool tmem_evicted_read(struct tmem_evicted *evicted);
+
+/*
  * Copies a page into the put ring and enters it into the index. If the host has retained the page
  * since a get, and the page has not changed, the driver copies nothing and sends a reference. Any
  * context but NMI, interrupts on or off; never waits. Returns whether the page was taken. If it
@@ -92,8 +111,8 @@ void tmem_pool_free(struct tmem_pool *pool);
  * The page is sent to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in ticks),
  * unless the maximum number of batches is in flight (core/send.c).
  */
-bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset,
-	      bool inside);
+bool tmem_put(const struct tmem_key *key, pgoff_t index, struct tmem_evicted *evicted,
+	      bool workingset, bool inside);
 /*
  * Calls tmem_put() for @nr pages that are neighbours in the file and in memory. Pages from
  * @inside_end on do not lie completely inside the file.

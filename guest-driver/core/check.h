@@ -79,6 +79,36 @@ static inline __uint128_t tmem_check_sum(const struct tmem_check_keys *keys, con
 	return sum;
 }
 
+/* Both content checks of a page. */
+struct tmem_checks {
+	u32 check;		/* below 2^TMEM_CHECK_BITS */
+	u64 check64;
+};
+
+/**
+ * tmem_checks_page() - compute both content checks of a page
+ * @keys: random keys
+ * @page: 4096 bytes
+ *
+ * The check of 64 bits is two second steps with independent keys, 32 bits of each. Two different
+ * pages have the same one with probability 2^-63 at most.
+ *
+ * Return: the checks.
+ */
+static inline struct tmem_checks tmem_checks_page(const struct tmem_check_keys *keys,
+						  const void *page)
+{
+	__uint128_t sum = tmem_check_sum(keys, page);
+	const u64 *end = keys->key + TMEM_CHECK_WORDS, *high = end + TMEM_CHECK_END_KEYS;
+	const u64 *low = high + TMEM_CHECK_END_KEYS;
+
+	return (struct tmem_checks){
+		.check = tmem_check_end(end, sum) >> (64 - TMEM_CHECK_BITS),
+		.check64 = (tmem_check_end(high, sum) & ~(u64)(u32)-1) |
+			   tmem_check_end(low, sum) >> 32,
+	};
+}
+
 /**
  * tmem_check_page() - compute the content check of a page
  * @keys: random keys
@@ -88,8 +118,7 @@ static inline __uint128_t tmem_check_sum(const struct tmem_check_keys *keys, con
  */
 static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void *page)
 {
-	return tmem_check_end(keys->key + TMEM_CHECK_WORDS, tmem_check_sum(keys, page)) >>
-	       (64 - TMEM_CHECK_BITS);
+	return tmem_checks_page(keys, page).check;
 }
 
 /**
@@ -97,18 +126,11 @@ static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void
  * @keys: random keys
  * @page: 4096 bytes
  *
- * It is two second steps with independent keys, 32 bits of each. Two different pages have the same
- * check with probability 2^-63 at most.
- *
  * Return: the check.
  */
 static inline u64 tmem_check64_page(const struct tmem_check_keys *keys, const void *page)
 {
-	__uint128_t sum = tmem_check_sum(keys, page);
-	const u64 *key = keys->key + TMEM_CHECK_WORDS + TMEM_CHECK_END_KEYS;
-
-	return (tmem_check_end(key, sum) & ~(u64)(u32)-1) |
-	       tmem_check_end(key + TMEM_CHECK_END_KEYS, sum) >> 32;
+	return tmem_checks_page(keys, page).check64;
 }
 
 /*

@@ -337,8 +337,8 @@ struct tmem_dev {
 	struct tmem_slot *slot;
 	void **block;
 	/*
-	 * A page for each processor, into which refer() copies an evicted page; NULL if retain is
-	 * false. Used with interrupts off.
+	 * A page for each processor, into which read_evicted() copies an evicted page. Used with
+	 * interrupts off.
 	 */
 	void __percpu *scratch;
 	/* Guards free, first_free and nr_free. */

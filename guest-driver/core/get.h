@@ -69,6 +69,7 @@ struct tmem_fetch {
 	struct page **pages;		/* locked, not uptodate */
 	unsigned long *want;		/* as in tmem_get() */
 	u64 deadline_ns;		/* from tmem_get_deadline_ns() */
+	u64 *check64;			/* content checks of the pages that were got */
 	bool awaited;			/* a reader will wait for the pages: poll for the answers */
 	bool ahead;			/* no reader wants them yet: use half of the bounce pages */
 	/* Called when the fetch has ended, in a tasklet. */

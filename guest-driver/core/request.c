@@ -246,13 +246,15 @@ static void forget(struct tmem_get_call *call, u64 object, unsigned int first, u
 static bool check_page(struct tmem_get_call *call, unsigned int i, u64 entry)
 {
 	void *data = kmap_local_page(call->pages[i]);
-	bool good;
+	struct tmem_checks checks;
 
 	if (TMEM_INJECT(corrupt))
 		*(u8 *)data ^= 1;
-	good = tmem_check_page(&tmem_keys, data) == tmem_entry_check(entry);
+	checks = tmem_checks_page(&tmem_keys, data);
 	kunmap_local(data);
-	if (good) {
+	if (checks.check == tmem_entry_check(entry)) {
+		if (call->fetch)
+			call->fetch->check64[i] = checks.check64;
 		call->hits++;
 		tmem_count(TMEM_STAT_hits);
 		tmem_admit_back(call->dev, call->pages[i]);

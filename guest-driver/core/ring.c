@@ -129,7 +129,7 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 }
 
 /*
- * Copies an evicted page to @to and computes the content check of the copy. Returns false if the
+ * Copies an evicted page to @to and computes the content checks of the copy. Returns false if the
  * page has a memory error, and then reports the page to the kernel.
  *
  * Without the driver, an eviction does not read the page, so a memory error in a clean page is
@@ -140,7 +140,7 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
  * Other code of the driver does not need this function. It reads pages that it has just written,
  * such as the pages that a get fills.
  */
-static bool copy_page_mc(void *to, struct page *page, u32 *check)
+static bool copy_page_mc(void *to, struct page *page, struct tmem_checks *checks)
 {
 	void *from = kmap_local_page(page);
 	unsigned long left = copy_mc_to_kernel(to, from, PAGE_SIZE);
@@ -150,23 +150,35 @@ static bool copy_page_mc(void *to, struct page *page, u32 *check)
 		memory_failure_queue(page_to_pfn(page), 0);
 		return false;
 	}
-	*check = tmem_check_page(&tmem_keys, to);
+	*checks = tmem_checks_page(&tmem_keys, to);
 	return true;
+}
+
+/* Copies an evicted page to the processor's scratch page. Returns false after a memory error. */
+static bool read_evicted(struct tmem_dev *dev, struct tmem_evicted *evicted)
+{
+	void *copy = this_cpu_ptr(dev->scratch);
+
+	if (evicted->copy)
+		return true;
+	evicted->error = evicted->error || !copy_page_mc(copy, evicted->page, &evicted->checks);
+	if (!evicted->error)
+		evicted->copy = copy;
+	return evicted->copy;
 }
 
 /*
  * Copies a page into the put ring and enters it into the index. If that fails, sets @why to the
  * reason and leaves no entry of this put in the index.
  */
-static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index, struct page *page,
-		bool workingset, enum tmem_stat *why)
+static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
+		struct tmem_evicted *evicted, bool workingset, enum tmem_stat *why)
 {
 	struct tmem_queue *queue = tmem_queue_of(dev, tmem_index_bucket(key), index);
 	struct tmem_where where;
 	struct tmem_slot *slot;
 	void *data;
-	u32 check;
-	int err;
+	int err = 0;
 
 	slot = reserve(dev, queue, &data, why);
 	if (!slot) {
@@ -180,9 +192,13 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		return false;
 	}
 
-	err = copy_page_mc(data, page, &check) ? 0 : -EIO;
+	if (evicted->copy)
+		memcpy(data, evicted->copy, PAGE_SIZE);
+	else if (evicted->error || !copy_page_mc(data, evicted->page, &evicted->checks))
+		err = -EIO;
 	if (!err)
-		err = tmem_index_store(key, index, tmem_entry(slot->offset, check), &where);
+		err = tmem_index_store(key, index,
+				       tmem_entry(slot->offset, evicted->checks.check), &where);
 	if (err) {
 		*why = err == -EIO ? TMEM_STAT_puts_dropped_memory_error :
 		       err == -EPERM ? TMEM_STAT_puts_dropped_bypass :
@@ -212,7 +228,7 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
  * otherwise the result of tmem_index_hold(). The caller has disabled interrupts.
  */
 static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
-		 struct page *page)
+		 struct tmem_evicted *evicted)
 {
 	/*
 	 * Read the epoch before the entry becomes held. If the epoch changes in between, the sender
@@ -226,8 +242,9 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
 	if (!dev->retain || !tmem_index_retained(key, index))
 		return -ENOENT;
 	/* Copy the page only because the check must survive a memory error. */
-	if (!copy_page_mc(this_cpu_ptr(dev->scratch), page, &check))
+	if (!read_evicted(dev, evicted))
 		return -EIO;
+	check = evicted->checks.check;
 	if (TMEM_INJECT(retained_changed))
 		check ^= 1;
 	/* Let a test set a mark or a policy here, as another CPU can at any time. */
@@ -246,15 +263,15 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
  * counter of the outcome. The caller has disabled interrupts.
  */
 static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
-			   struct page *page, bool workingset, bool inside)
+			   struct tmem_evicted *evicted, bool workingset, bool inside)
 {
 	/*
 	 * The filter records each evicted page, even if its decision is not needed because the page
 	 * is in the pool.
 	 */
-	bool admitted = tmem_admit(dev, key, index, page, workingset);
+	bool admitted = tmem_admit(dev, key, index, evicted->page, workingset);
 	enum tmem_stat why = TMEM_STAT_puts;
-	int err = inside ? refer(dev, key, index, page) : -ENOENT;
+	int err = inside ? refer(dev, key, index, evicted) : -ENOENT;
 
 	if (!err)
 		return TMEM_STAT_refs;
@@ -271,15 +288,36 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 	/* A first page that has the end of the file is the only one of its file. */
 	if (!index && !inside && !tmem_index_has_room_for_small())
 		return TMEM_STAT_puts_skipped_small;
-	put(dev, key, index, page, workingset, &why);
+	put(dev, key, index, evicted, workingset, &why);
 	return why;
+}
+
+/**
+ * tmem_evicted_read() - copy a page that leaves the page cache, and compute its checks
+ * @evicted: the page, whose content does not change
+ *
+ * Context: interrupts off.
+ *
+ * Return: false if there is no device, or if the page has a memory error.
+ */
+bool tmem_evicted_read(struct tmem_evicted *evicted)
+{
+	struct tmem_dev *dev;
+	bool read;
+
+	lockdep_assert_irqs_disabled();
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	read = dev && read_evicted(dev, evicted);
+	rcu_read_unlock();
+	return read;
 }
 
 /**
  * tmem_put() - offer a page that leaves the page cache
  * @key: pool and inode
  * @index: page number
- * @page: the page, whose content does not change during the call
+ * @evicted: the page, whose content does not change during the call
  * @workingset: the page was used again after it was read in
  * @inside: the page lies completely inside the file, so the host may have retained it
  *
@@ -288,8 +326,8 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
  * Return: true if the put ring took the page, or if the host has it. Otherwise the index has no
  * entry for the page.
  */
-bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset,
-	      bool inside)
+bool tmem_put(const struct tmem_key *key, pgoff_t index, struct tmem_evicted *evicted,
+	      bool workingset, bool inside)
 {
 	enum tmem_stat why = TMEM_STAT_puts_dropped_offline;
 	struct tmem_dev *dev;
@@ -310,7 +348,7 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 		rcu_read_lock();
 		dev = rcu_dereference(tmem_device);
 		if (dev)
-			why = take(dev, key, index, page, workingset, inside);
+			why = take(dev, key, index, evicted, workingset, inside);
 		rcu_read_unlock();
 		local_irq_restore(flags);
 	}
@@ -343,13 +381,14 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
 			    unsigned int nr, bool workingset, pgoff_t inside_end)
 {
+	struct tmem_evicted evicted;
 	unsigned int i, taken = 0;
 
 	for (i = 0; i < nr; i++) {
 		if (i + 1 < nr)
 			prefetch_range(page_address(page + i + 1), PREFETCH_BYTES);
-		taken += tmem_put(key, index + i, page + i, workingset,
-				  index + i < inside_end);
+		evicted = (struct tmem_evicted){ .page = page + i };
+		taken += tmem_put(key, index + i, &evicted, workingset, index + i < inside_end);
 	}
 	return taken;
 }
@@ -451,12 +490,10 @@ int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 		dev->free[i] = i;
 	}
 	dev->nr_free = dev->nr_blocks;
-	if (dev->retain) {
-		dev->scratch = __alloc_percpu(PAGE_SIZE, SMP_CACHE_BYTES);
-		if (!dev->scratch)
-			return -ENOMEM;
-		dev->memory_bytes += num_possible_cpus() * PAGE_SIZE;
-	}
+	dev->scratch = __alloc_percpu(PAGE_SIZE, SMP_CACHE_BYTES);
+	if (!dev->scratch)
+		return -ENOMEM;
+	dev->memory_bytes += num_possible_cpus() * PAGE_SIZE;
 	dev->memory_bytes += nr_slots * (PAGE_SIZE + sizeof(*dev->slot)) +
 			     dev->nr_blocks * (sizeof(*dev->block) + sizeof(*dev->free));
 	return 0;

@@ -63,9 +63,9 @@ void tmem_record_erase(u32 first, u32 nr);
 void tmem_record_write_range(u32 first, u32 nr, int writes);
 void tmem_record_long_write(int writes);
 u32 tmem_record_get(u32 block);
-bool tmem_record_got(u32 block, u32 seq, struct page *page);
-enum tmem_verdict tmem_record_compare(struct page *page, void (*put)(u32 block, void *arg),
-				      void *arg);
+bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check);
+enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
+				      void (*put)(u32 block, void *arg), void *arg);
 void tmem_record_dirty(struct folio *folio);
 void tmem_record_forget(struct folio *folio);
 void tmem_record_from_host(struct folio *folio);

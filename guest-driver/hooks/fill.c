@@ -55,6 +55,7 @@ struct fill {
 	bool all;			/* all pages were got */
 	u32 *seq;			/* sequence numbers of the records */
 	struct page *page[];
+	u64 *check64;			/* checks of the pages that were got */
 };
 
 static struct workqueue_struct *fill_wq;
@@ -265,7 +266,8 @@ static struct fill *fill_new(struct bio *bio, const struct tmem_area *area, stru
 	unsigned int i;
 
 	if (!TMEM_INJECT(nomem))
-		fill = kmalloc(struct_size(fill, page, nr) + nr * sizeof(*fill->seq),
+		fill = kmalloc(struct_size(fill, page, nr) +
+			       nr * (sizeof(*fill->check64) + sizeof(*fill->seq)),
 			       GFP_NOWAIT | __GFP_NOWARN | __GFP_NOMEMALLOC);
 	if (!fill) {
 		tmem_count(TMEM_STAT_fetches_no_memory);
@@ -275,13 +277,15 @@ static struct fill *fill_new(struct bio *bio, const struct tmem_area *area, stru
 		.bio = bio,
 		.fs = fs,
 		.block = area->first + block + first,
-		.seq = (u32 *)(fill->page + nr),
+		.check64 = (u64 *)(fill->page + nr),
+		.seq = (u32 *)((u64 *)(fill->page + nr) + nr),
 	};
 	fill->fetch.index = tmem_block_key(&fill->fetch.key, fs->pool, block + first);
 	fill->fetch.nr = nr;
 	fill->fetch.pages = fill->page;
 	fill->fetch.want = fill->want;
 	bio_advance_iter(bio, &iter, first << PAGE_SHIFT);
+	fill->fetch.check64 = fill->check64;
 	for (i = 0; i < nr; i++) {
 		fill->page[i] = bio_iter_iovec(bio, iter).bv_page;
 		bio_advance_iter_single(bio, &iter, PAGE_SIZE);
@@ -308,7 +312,8 @@ static bool fill_end(struct fill *fill)
 	if (tmem_bypass_is_all(fill->fs->pool))
 		bitmap_zero(fill->want, nr);
 	for_each_set_bit(i, fill->want, nr)
-		if (!tmem_record_got(fill->block + i, fill->seq[i], fill->page[i]))
+		if (!tmem_record_got(fill->block + i, fill->seq[i], fill->page[i],
+				     fill->check64[i]))
 			__clear_bit(i, fill->want);
 	this_cpu_add(fill->fs->mount->counts->hits, bitmap_weight(fill->want, nr));
 	tmem_fs_put(fill->fs);

@@ -52,17 +52,18 @@ static unsigned int put_recorded(const struct tmem_key *key, const struct folio 
 	unsigned long i;
 
 	for (i = 0; i < nr; i++) {
-		struct page *page = folio_page((struct folio *)folio, i);
+		struct tmem_evicted evicted = { .page = folio_page((struct folio *)folio, i) };
 
-		verdict = tmem_record_compare(page, NULL, NULL);
+		verdict = tmem_record_compare(&evicted, NULL, NULL);
 		if (tmem_blocks_mode == TMEM_BLOCKS_VETO &&
 		    (verdict == TMEM_VERDICT_OTHER || verdict == TMEM_VERDICT_NONE)) {
-			tmem_count(TMEM_STAT_puts_skipped_block);
+			tmem_count(evicted.error ? TMEM_STAT_puts_dropped_memory_error :
+				   TMEM_STAT_puts_skipped_block);
 			tmem_invalidate(key->pool, key->ino, folio->index + i, folio->index + i,
 					TMEM_INVAL_REMOVED);
 		} else {
-			taken += tmem_put_pages(key, folio->index + i, page, 1, workingset,
-						inside_end);
+			taken += tmem_put(key, folio->index + i, &evicted, workingset,
+					  folio->index + i < inside_end);
 		}
 	}
 	return taken;
@@ -71,7 +72,7 @@ static unsigned int put_recorded(const struct tmem_key *key, const struct folio 
 /* Arguments and result of put_block() for one page. */
 struct block_put {
 	struct tmem_fs *fs;
-	struct page *page;
+	struct tmem_evicted evicted;
 	bool workingset, taken;
 };
 
@@ -86,7 +87,7 @@ static void put_block(u32 block, void *arg)
 	    !TMEM_WITHOUT(OWN_AREA))
 		return;
 	index = tmem_block_key(&key, put->fs->pool, block - put->fs->mount->area->first);
-	put->taken = tmem_put(&key, index, put->page, put->workingset, true);
+	put->taken = tmem_put(&key, index, &put->evicted, put->workingset, true);
 }
 
 /*
@@ -119,10 +120,11 @@ static void put_blocks(struct tmem_fs *fs, const struct inode *inode, struct fol
 	}
 	tmem_count_n(TMEM_STAT_puts_skipped_large, folio_nr_pages(folio) - nr);
 	for (i = 0; i < nr; i++) {
-		put.page = folio_page(folio, i);
+		put.evicted = (struct tmem_evicted){ .page = folio_page(folio, i) };
 		put.taken = false;
-		if (tmem_record_compare(put.page, put_block, &put) != TMEM_VERDICT_EQUAL)
-			tmem_count(TMEM_STAT_puts_skipped_block);
+		if (tmem_record_compare(&put.evicted, put_block, &put) != TMEM_VERDICT_EQUAL)
+			tmem_count(put.evicted.error ? TMEM_STAT_puts_dropped_memory_error :
+				   TMEM_STAT_puts_skipped_block);
 		taken += put.taken;
 	}
 	this_cpu_add(fs->mount->counts->puts, taken);

@@ -345,22 +345,18 @@ u32 tmem_record_get(u32 block)
  * @block: the block
  * @seq: from tmem_record_get()
  * @page: the page, which nobody else can write to
+ * @check: its check of 64 bits
  *
  * Return: false if a write of the block may have begun since. The bytes must not be used then.
  */
-bool tmem_record_got(u32 block, u32 seq, struct page *page)
+bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check)
 {
 	struct record_set *set = set_of(block);
 	u32 *hint = hint_of(page);
 	struct record *record;
 	unsigned long flags;
-	void *bytes;
-	u64 check;
 	bool same;
 
-	bytes = kmap_local_page(page);
-	check = tmem_check64_page(&tmem_keys, bytes);
-	kunmap_local(bytes);
 	spin_lock_irqsave(&set->lock, flags);
 	record = find(set, block);
 	same = record && (record->seq == seq || TMEM_WITHOUT(GET_SEQ));
@@ -375,32 +371,28 @@ bool tmem_record_got(u32 block, u32 seq, struct page *page)
 
 /**
  * tmem_record_compare() - compare an evicted page with the record of its block
- * @page: the page, which nobody can write to any more
+ * @evicted: the page, which nobody can write to any more
  * @put: called if the bytes are equal, with the block and @arg; or NULL
  * @arg: argument of @put
  *
  * The record stays true while @put runs: a write of the block begins after it. If @put is given,
  * the record is then deleted, because the page leaves the page cache.
  *
+ * Context: interrupts off.
  * Return: the result, which is counted, too.
  */
-enum tmem_verdict tmem_record_compare(struct page *page, void (*put)(u32 block, void *arg),
-				      void *arg)
+enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
+				      void (*put)(u32 block, void *arg), void *arg)
 {
 	enum tmem_verdict verdict = TMEM_VERDICT_NONE;
-	u32 *hint = hint_of(page), block = hint ? xchg(hint, 0) : 0;
+	u32 *hint = hint_of(evicted->page), block = hint ? xchg(hint, 0) : 0;
 	struct record_set *set;
 	struct record *record;
 	unsigned long flags;
-	void *bytes;
-	u64 check;
 
 	if (block == HINT_HOST) {
 		verdict = TMEM_VERDICT_HOST;
-	} else if (block) {
-		bytes = kmap_local_page(page);
-		check = tmem_check64_page(&tmem_keys, bytes);
-		kunmap_local(bytes);
+	} else if (block && tmem_evicted_read(evicted)) {
 		set = set_of(block);
 		spin_lock_irqsave(&set->lock, flags);
 		record = find(set, block);
@@ -410,8 +402,9 @@ enum tmem_verdict tmem_record_compare(struct page *page, void (*put)(u32 block, 
 		 */
 		if (record && record->state != RECORD_NONE &&
 		    (!is_written(set) || TMEM_WITHOUT(IN_FLIGHT))) {
-			verdict = record->check == check || TMEM_WITHOUT(EQUAL) ?
-				  TMEM_VERDICT_EQUAL : TMEM_VERDICT_OTHER;
+			verdict = record->check == evicted->checks.check64 ||
+				  TMEM_WITHOUT(EQUAL) ? TMEM_VERDICT_EQUAL :
+							TMEM_VERDICT_OTHER;
 			if (verdict == TMEM_VERDICT_EQUAL && put) {
 				put(block, arg);
 				/* Leave the place to the record of a page that is still cached. */

@@ -162,6 +162,7 @@ static int bench_puts(struct bench *bench, unsigned int at)
 	unsigned long flags;
 	void *from = page_address(bench->from), *to = page_address(bench->to);
 	u64 t[4];
+	struct tmem_evicted evicted;
 	bool put;
 
 	for (i = 0; i < BENCH_PUTS; i++) {
@@ -174,8 +175,9 @@ static int bench_puts(struct bench *bench, unsigned int at)
 		bench->left += copy_mc_to_kernel(to, from, PAGE_SIZE);
 		bench->check += tmem_check_page(&tmem_keys, to);
 		t[2] = bench_ticks();
-		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, bench->from,
-			       false, false);
+		evicted = (struct tmem_evicted){ .page = bench->from };
+		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, &evicted, false,
+			       false);
 		t[3] = bench_ticks();
 		local_irq_restore(flags);
 		tmem_put_end();

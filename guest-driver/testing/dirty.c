@@ -27,6 +27,7 @@ static char try(struct page *page, int when)
 	struct folio *folio = page_folio(page);
 	void *bytes = kmap_local_page(page);
 	u64 check = tmem_check64_page(&tmem_keys, bytes);
+	struct tmem_evicted evicted = { .page = page };
 	enum tmem_verdict verdict;
 	u32 seq;
 
@@ -45,7 +46,9 @@ static char try(struct page *page, int when)
 		tmem_record_dirty(folio);
 	}
 	ClearPageDirty(page);
-	verdict = tmem_record_compare(page, NULL, NULL);
+	local_irq_disable();
+	verdict = tmem_record_compare(&evicted, NULL, NULL);
+	local_irq_enable();
 	tmem_record_erase(BLOCK, 1);
 	return verdict == TMEM_VERDICT_EQUAL ? 'p' : '-';
 }

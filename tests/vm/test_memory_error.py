@@ -126,6 +126,30 @@ def test_page_with_an_injected_memory_error_is_not_put(
     check_lost(guest, content, before, PAGES)
 
 
+def test_page_with_a_memory_error_is_not_compared_with_its_block(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    tmem = Tmem(start_daemon(session).socket("vm1"))
+    guest = driver_vm(session, kernel, test_module, tmem).start()
+    load(guest, "verify_every=0 blocks=on")
+    content = random.Random(PATH).randbytes(PAGES * PAGE)
+    guest.put(PATH, content)
+    guest.sh("sync")
+    evict(guest, [PATH])
+    assert guest.get(PATH) == content
+    before = stats(guest)
+    assert before["hits"] == PAGES
+    set_parameter(guest, "inject_memory_error", "1")
+    guest.put("/proc/sys/vm/drop_caches", b"1")
+    wait_corrupted(guest, PAGES)
+    set_parameter(guest, "inject_memory_error", "0")
+    grown = growth(before, settle(guest))
+    assert grown["puts_dropped_memory_error"] == PAGES
+    assert grown["puts"] == 0 and grown["refs"] == 0
+    assert guest.get(PATH) == content
+    wait_state(guest, "on")
+
+
 def wait_copy(gdb: Gdb, function: int, content: bytes) -> int:
     """Waits until the guest calls the copy for a page of the file; returns the page's address.
 
