@@ -9,22 +9,43 @@
 #include "get.h"
 
 /**
+ * tmem_bounce_fits() - check whether there is room for a number of pages
+ * @dev: the device
+ * @nr_pages: number of pages; for more than the device has, the answer is that for all it has
+ * @ahead: a quarter of blocks and requests has to stay free, unless all are
+ *
+ * Return: true if there is. The answer may be out of date.
+ */
+bool tmem_bounce_fits(const struct tmem_dev *dev, unsigned int nr_pages, bool ahead)
+{
+	unsigned int usable = dev->nr_bounce - READ_ONCE(dev->nr_kept);
+	unsigned int blocks = READ_ONCE(dev->nr_bounce_free);
+	unsigned int requests = READ_ONCE(dev->nr_get_free);
+	unsigned int needed;
+
+	needed = min_t(unsigned int, DIV_ROUND_UP(nr_pages, TMEM_BLOCK_PAGES), usable);
+	if (ahead && blocks < usable) {
+		needed += usable / TMEM_AHEAD_DIVISOR;
+		requests -= min_t(unsigned int, requests, TMEM_GET_REQUESTS / TMEM_AHEAD_DIVISOR);
+	}
+	return needed && needed <= blocks && requests;
+}
+
+/**
  * tmem_bounce_alloc() - take a get request and blocks of bounce pages from the free lists
  * @dev: the device
  * @nr_pages: number of pages, at most VIRTIO_TMEM_BATCH_MAX
- * @half: leave half of the blocks and of the requests free
+ * @ahead: as in tmem_bounce_fits()
  *
  * Return: the request, or NULL if there is no free request or too few free blocks.
  */
-struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages, bool half)
+struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages, bool ahead)
 {
 	unsigned int nr_blocks = DIV_ROUND_UP(nr_pages, TMEM_BLOCK_PAGES), i;
-	unsigned int blocks_left = half ? dev->nr_bounce / 2 : 0;
-	unsigned int requests_left = half ? TMEM_GET_REQUESTS / 2 : 0;
 	struct tmem_get_req *get = NULL;
 
 	spin_lock_irq(&dev->get_lock);
-	if (nr_blocks + blocks_left <= dev->nr_bounce_free && dev->nr_get_free > requests_left) {
+	if (nr_blocks <= dev->nr_bounce_free && tmem_bounce_fits(dev, nr_pages, ahead)) {
 		get = list_first_entry_or_null(&dev->get_free, struct tmem_get_req, list);
 		if (get) {
 			list_del(&get->list);

@@ -217,17 +217,18 @@ void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_
  * @dev: the device
  * @late: a request was not answered before the deadline
  * @awaited: a reader has waited for the fetch
- * @begin_ns: time at which the first request was sent
+ * @begin_ns: time from which a reader has waited
+ * @sent_ns: time at which the first request was sent
  * @end_ns: time of the last answer, at most the deadline
  *
  * Many fetches may be in flight at a time, and a slow host delays all of them. Only the time that
- * no earlier slow fetch has covered goes into the bucket, and a late fetch counts only if it began
- * after the end of the last one that counted.
+ * no earlier slow fetch has covered goes into the bucket, and a late fetch counts only if it was
+ * sent after the end of the last one that counted.
  *
  * Context: process or softirq.
  */
 void tmem_breaker_note_fetch(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns,
-			     u64 end_ns)
+			     u64 sent_ns, u64 end_ns)
 {
 	u64 host_ns = end_ns - min(begin_ns, end_ns);
 	struct waits waits = {
@@ -245,7 +246,7 @@ void tmem_breaker_note_fetch(struct tmem_dev *dev, bool late, bool awaited, u64 
 	if (!is_noted(dev, &waits))
 		return;
 	spin_lock_irqsave(&dev->get_lock, flags);
-	waits.again = late && begin_ns < dev->fetch_late_ns;
+	waits.again = late && sent_ns < dev->fetch_late_ns;
 	if (late && !waits.again)
 		dev->fetch_late_ns = end_ns;
 	if (waits.slow) {

@@ -140,8 +140,10 @@
  */
 #define TMEM_REF_PENDING	1024
 #define TMEM_REF_PENDING_MIN	256
-/* Number of get requests, 1.7 KiB each. A reader that finds no free request has a miss. */
+/* Number of get requests, 1.7 KiB each. */
 #define TMEM_GET_REQUESTS	32
+/* Gets for readahead that begins in advance leave this part of requests and bounce pages free. */
+#define TMEM_AHEAD_DIVISOR	4
 
 /*
  * Number of control requests of a device. With one only, an unanswered request would block the
@@ -386,9 +388,11 @@ struct tmem_dev {
 	u64 wait_max_ns;
 	bool tripped;			/* the breaker is open; written under get_lock */
 
-	/* Fetches in flight. fetch_lock guards fetches and fetch_timer_ns. */
+	/* State of fetches. fetch_lock guards all fields but fetch_timer and nr_fetches. */
 	spinlock_t fetch_lock ____cacheline_aligned_in_smp;
-	struct list_head fetches;	/* in the order of their deadlines */
+	/* those with requests and those that wait for bounce pages, in the order of deadlines */
+	struct list_head fetches;
+	unsigned int nr_waiting[2];	/* for bounce pages: readers, and readahead in advance */
 	u64 fetch_timer_ns;		/* time for which fetch_timer is armed, or 0 */
 	struct hrtimer fetch_timer;
 	atomic_t nr_fetches;		/* fetches that have begun and not ended */
@@ -603,7 +607,8 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 /* implemented in bounce.c */
 int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages);
 void tmem_bounce_exit(struct tmem_dev *dev);
-struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages, bool half);
+bool tmem_bounce_fits(const struct tmem_dev *dev, unsigned int nr_pages, bool ahead);
+struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages, bool ahead);
 void tmem_bounce_trim(struct tmem_dev *dev, struct tmem_get_req *get, unsigned int nr_pages);
 void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get);
 void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get);

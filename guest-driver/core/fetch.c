@@ -10,10 +10,11 @@
  * tasks that wait (request.c), so a silent host delays a fetch until its deadline only. Fetches are
  * in the order of their deadlines, and the timer is armed only while there is one.
  *
- * Each fetch in flight has a request, so their number has a bound. A fetch for readahead that
- * begins in advance leaves half of the requests and bounce pages free. The driver takes a request
- * and its bounce pages before it takes the entries out of the index, so that nothing is lost if
- * there are none. Pages of a run that pages in the put ring divide are the exception.
+ * The driver takes a request and its bounce pages before it takes the entries out of the index, so
+ * that nothing is lost if there are none. Pages of a run that pages in the put ring divide are the
+ * exception. A fetch that finds none waits until another fetch ends, which takes less time than a
+ * disk. A fetch for readahead that begins in advance leaves a part of the requests and bounce pages
+ * to readers that wait.
  *
  * While a reader polls, nobody else ends its fetch: other readers of the same pages wait until it
  * runs again, if the scheduler or the host stops it there.
@@ -24,6 +25,14 @@
 #include "../trace.h"
 #include "get.h"
 
+/* Maximum number of times that a fetch looks for bounce pages before it leaves its pages. */
+#define TRIES_MAX	3
+/*
+ * Maximum number of waiting fetches that the end of a fetch starts, because it runs in a tasklet.
+ * The bounce pages of one request are enough for eight others.
+ */
+#define START_MAX	8
+
 /* Set from the preparation of a suspend or hibernation to its end: no fetch begins. */
 static bool paused;
 
@@ -32,12 +41,12 @@ static struct tmem_get_sent *end_of(struct tmem_fetch *fetch)
 	return fetch->call.sent + fetch->call.nr_sent;
 }
 
-/* Adds a fetch, whose requests were sent, to those that the timer gives up. */
-static void fetch_add(struct tmem_dev *dev, struct tmem_fetch *fetch)
+/* Adds a fetch to those that the timer gives up. */
+static void add_locked(struct tmem_dev *dev, struct tmem_fetch *fetch)
 {
 	struct tmem_fetch *before;
 
-	spin_lock_bh(&dev->fetch_lock);
+	lockdep_assert_held(&dev->fetch_lock);
 	/* Deadlines rarely differ from the order of the fetches. */
 	list_for_each_entry_reverse(before, &dev->fetches, list)
 		if (before->deadline_ns <= fetch->deadline_ns)
@@ -49,6 +58,13 @@ static void fetch_add(struct tmem_dev *dev, struct tmem_fetch *fetch)
 		hrtimer_start(&dev->fetch_timer, ns_to_ktime(fetch->deadline_ns),
 			      HRTIMER_MODE_ABS_SOFT);
 	}
+}
+
+/* Adds a fetch whose requests were sent. */
+static void fetch_add(struct tmem_dev *dev, struct tmem_fetch *fetch)
+{
+	spin_lock_bh(&dev->fetch_lock);
+	add_locked(dev, fetch);
 	spin_unlock_bh(&dev->fetch_lock);
 }
 
@@ -58,6 +74,67 @@ static void fetch_forget(struct tmem_dev *dev, struct tmem_fetch *fetch)
 	spin_lock_bh(&dev->fetch_lock);
 	list_del_init(&fetch->list);
 	spin_unlock_bh(&dev->fetch_lock);
+}
+
+/*
+ * Returns whether there seem to be bounce pages for the first requests of a fetch, which are for 64
+ * pages at most. A window that lies in two units of the index needs two requests.
+ */
+static bool has_room(const struct tmem_fetch *fetch)
+{
+	unsigned int nr = min(fetch->nr, 64U);
+
+	if (fetch->index % 64 + nr > 64)
+		nr += TMEM_BLOCK_PAGES;	/* each request may leave a part of a block unused */
+	return tmem_bounce_fits(fetch->call.dev, nr, fetch->ahead);
+}
+
+/* Returns the number of fetches that have begun and do not wait. At its end, each starts others. */
+static unsigned int nr_running(struct tmem_dev *dev)
+{
+	lockdep_assert_held(&dev->fetch_lock);
+	return atomic_read(&dev->nr_fetches) - dev->nr_waiting[false] - dev->nr_waiting[true];
+}
+
+/*
+ * Lets a running fetch wait for bounce pages, until another one ends. Returns false if that would
+ * be in vain. Otherwise its use belongs to the task that takes it from the list.
+ */
+static bool fetch_wait(struct tmem_dev *dev, struct tmem_fetch *fetch)
+{
+	bool waits;
+
+	spin_lock_bh(&dev->fetch_lock);
+	/* Readers get bounce pages in the order in which they came. */
+	waits = nr_running(dev) > 1 && !READ_ONCE(dev->tripped) &&
+		(!has_room(fetch) || (!fetch->ahead && dev->nr_waiting[false]));
+	if (waits) {
+		fetch->waits = true;
+		dev->nr_waiting[fetch->ahead]++;
+		tmem_count(TMEM_STAT_fetches_waited);
+		add_locked(dev, fetch);
+	}
+	spin_unlock_bh(&dev->fetch_lock);
+	return waits;
+}
+
+/* Ends the wait of a fetch for bounce pages. */
+static void stop_waiting(struct tmem_dev *dev, struct tmem_fetch *fetch)
+{
+	lockdep_assert_held(&dev->fetch_lock);
+	fetch->waits = false;
+	dev->nr_waiting[fetch->ahead]--;
+	list_del_init(&fetch->list);
+}
+
+/* Counts the wanted pages from @first on as misses. */
+static void miss_from(struct tmem_fetch *fetch, unsigned int first, enum tmem_stat why)
+{
+	unsigned int i;
+
+	for (i = first; i < fetch->nr; i++)
+		if (__test_and_clear_bit(i, fetch->want))
+			tmem_count(why);
 }
 
 /*
@@ -89,8 +166,11 @@ static enum hrtimer_restart expired(struct hrtimer *timer)
 	       fetch->deadline_ns <= now_ns) {
 		list_del_init(&fetch->list);
 		/* Without a use, the fetch is about to end. With one, it cannot end. */
-		if (atomic_inc_not_zero(&fetch->pending))
-			list_add_tail(&fetch->list, &late);
+		if (fetch->waits)
+			stop_waiting(dev, fetch);
+		else if (!atomic_inc_not_zero(&fetch->pending))
+			continue;
+		list_add_tail(&fetch->list, &late);
 	}
 	dev->fetch_timer_ns = fetch ? fetch->deadline_ns : 0;
 	if (fetch)
@@ -100,12 +180,164 @@ static enum hrtimer_restart expired(struct hrtimer *timer)
 		fetch = list_first_entry(&late, struct tmem_fetch, list);
 		list_del_init(&fetch->list);
 		give_up(fetch);
+		if (!fetch->call.nr_sent)
+			miss_from(fetch, 0, TMEM_STAT_misses_late);
 		tmem_fetch_release(fetch, &dev->queue[0]);
 	}
 	return HRTIMER_NORESTART;
 }
 
-/* Ends a fetch that has no use any more: copies the pages, and records how long it took. */
+/*
+ * Returns whether a request that is sent now may be late without a fault of the host, because a
+ * task or an earlier part of the same bio has used up the time.
+ */
+static bool is_too_late(const struct tmem_fetch *fetch, u64 now_ns)
+{
+	return now_ns + tmem_get_span_ns() / TMEM_SLOW_DIVISOR > fetch->deadline_ns;
+}
+
+/* Returns whether a request may be sent. Otherwise the wanted pages from @first on are misses. */
+static bool may_request(struct tmem_fetch *fetch, unsigned int first)
+{
+	struct tmem_get_call *call = &fetch->call;
+	enum tmem_stat why;
+
+	if (READ_ONCE(call->dev->tripped))
+		why = TMEM_STAT_misses_tripped;
+	else if (is_too_late(fetch, ktime_get_ns()))
+		why = TMEM_STAT_misses_late;
+	else if (!call->generation || !tmem_online())
+		why = TMEM_STAT_misses_offline;
+	else
+		return true;
+	miss_from(fetch, first, why);
+	return false;
+}
+
+/* Leaves the wanted pages from @first on to the disk, because there are no bounce pages. */
+static void no_room(struct tmem_fetch *fetch, unsigned int first)
+{
+	tmem_count(TMEM_STAT_fetches_no_room);
+	fetch->nr_tried = first;
+	miss_from(fetch, first, TMEM_STAT_misses_bounce);
+}
+
+/*
+ * Takes the entries, and sends the requests. Pages that cannot be requested are misses, and their
+ * entries stay in the index. Returns false, without an effect, if there are no bounce pages for the
+ * first request.
+ */
+static bool fetch_request(struct tmem_fetch *fetch)
+{
+	struct tmem_get_call *call = &fetch->call;
+	struct tmem_dev *dev = call->dev;
+	unsigned int from, to;
+
+	fetch->sent_ns = ktime_get_ns();
+	call->generation = READ_ONCE(dev->generation);
+	smp_rmb();	/* read the generation before the index; pairs with sync_work_fn() */
+	if (!may_request(fetch, 0))
+		return true;
+	if (!has_room(fetch))
+		return false;
+	for (from = 0; from < fetch->nr; from = to) {
+		to = min(fetch->nr, from + 64 - (unsigned int)((fetch->index + from) & 63));
+		if (!may_request(fetch, from))
+			break;
+		if (call->nr_sent < TMEM_GET_BURST)
+			call->spare = tmem_bounce_alloc(dev, min(to - from, dev->batch_max),
+							fetch->ahead);
+		if (!call->spare && !from)
+			return false;
+		if (!call->spare) {
+			no_room(fetch, from);
+			break;
+		}
+		tmem_get_unit(call, from, to);
+		/* All pages were in the put ring, or had left the index. */
+		if (call->spare)
+			tmem_bounce_free(dev, call->spare);
+		call->spare = NULL;
+	}
+	return true;
+}
+
+/* Requests the pages of a fetch, or lets it wait. Returns whether it waits. */
+static bool request_or_wait(struct tmem_fetch *fetch)
+{
+	unsigned int tries;
+
+	for (tries = 0; tries < TRIES_MAX; tries++) {
+		if (fetch_request(fetch))
+			return false;
+		if (fetch_wait(fetch->call.dev, fetch))
+			return true;
+	}
+	no_room(fetch, 0);
+	return false;
+}
+
+/*
+ * Takes the first fetch whose wait can end from the list, or returns NULL. A fetch in advance does
+ * not delay those behind it.
+ */
+static struct tmem_fetch *take_waiting(struct tmem_dev *dev)
+{
+	struct tmem_fetch *fetch, *found = NULL;
+	bool all;
+
+	spin_lock_bh(&dev->fetch_lock);
+	all = !nr_running(dev) || READ_ONCE(dev->tripped);
+	list_for_each_entry(fetch, &dev->fetches, list) {
+		if (!fetch->waits)
+			continue;
+		if (all || has_room(fetch)) {
+			stop_waiting(dev, fetch);
+			found = fetch;
+		}
+		if (found || !fetch->ahead)
+			break;
+	}
+	spin_unlock_bh(&dev->fetch_lock);
+	return found;
+}
+
+/* Returns whether fetches wait for bounce pages. */
+static bool is_waited(const struct tmem_dev *dev)
+{
+	return READ_ONCE(dev->nr_waiting[false]) || READ_ONCE(dev->nr_waiting[true]);
+}
+
+/*
+ * Starts fetches that wait for bounce pages, after a fetch has ended. The tasklet ends them.
+ * Returns their number of pages.
+ */
+static unsigned int start_waiting(struct tmem_dev *dev)
+{
+	unsigned int i, pages = 0;
+	struct tmem_fetch *fetch;
+
+	/* A task would wake a thread for each softirq. */
+	local_bh_disable();
+	for (i = 0; i < START_MAX && pages < TMEM_FETCH_PAGES_MAX && is_waited(dev); i++) {
+		fetch = take_waiting(dev);
+		if (!fetch || request_or_wait(fetch))
+			break;
+		pages += fetch->nr;
+		if (fetch->call.nr_sent) {
+			tmem_count(TMEM_STAT_fetches);
+			fetch_add(dev, fetch);
+		}
+		tmem_fetch_release(fetch, &dev->queue[0]);
+	}
+	local_bh_enable();
+	return pages;
+}
+
+/*
+ * Ends a fetch that has no use any more: copies the pages, and records how long it took. The caller
+ * then starts others, and releases the device.
+ */
 static void fetch_end(struct tmem_fetch *fetch)
 {
 	struct tmem_get_call *call = &fetch->call;
@@ -113,32 +345,37 @@ static void fetch_end(struct tmem_fetch *fetch)
 	struct tmem_get_sent *sent;
 	u64 end_ns = fetch->sent_ns, at_ns;
 
-	if (call->nr_sent)
-		fetch_forget(dev, fetch);
 	for (sent = call->sent; sent < end_of(fetch); sent++) {
 		at_ns = fetch->deadline_ns;
 		if (sent->get)
 			at_ns = min(at_ns, sent->get->answered_ns);
 		end_ns = max(end_ns, at_ns);
 		if (fetch->awaited)
-			tmem_get_count_wait(at_ns - min(at_ns, fetch->sent_ns));
+			tmem_get_count_wait(at_ns - min(at_ns, fetch->begin_ns));
 		if (sent->get)
 			tmem_get_take(call, sent);
 		else
 			tmem_get_lost(call, sent);
 	}
-	if (call->nr_sent)
-		tmem_breaker_note_fetch(dev, call->late, fetch->awaited, fetch->sent_ns, end_ns);
+	if (call->nr_sent) {
+		fetch_forget(dev, fetch);
+		tmem_breaker_note_fetch(dev, call->late, fetch->awaited, fetch->begin_ns,
+					fetch->sent_ns, end_ns);
+	}
 	tmem_admit_learn(dev, call->hits, call->lost);
 	tmem_get_trace(&fetch->key, fetch->index, fetch->nr, call->hits, fetch->begin_ns);
+	/*
+	 * The bounce pages are free. A fetch that counts this one as running begins to wait before
+	 * the caller looks for waiting ones.
+	 */
 	atomic_dec(&dev->nr_fetches);
-	tmem_dev_put(dev);
 }
 
 /* Ends the fetches of a queue. The answer of any queue may be the last one of a fetch. */
 static void fetched(struct tasklet_struct *tasklet)
 {
 	struct tmem_queue *queue = from_tasklet(queue, tasklet, fetch_tasklet);
+	struct tmem_dev *dev = queue->dev;
 	unsigned int pages = 0;
 	struct tmem_fetch *fetch;
 
@@ -149,10 +386,15 @@ static void fetched(struct tasklet_struct *tasklet)
 		if (pages && pages + fetch->nr > TMEM_FETCH_PAGES_MAX)
 			break;
 		queue->fetched_rest = fetch->node.next;
-		pages += fetch->nr;
 		fetch_end(fetch);
-		tmem_count(fetch->call.late ? TMEM_STAT_fetches_late : TMEM_STAT_fetches_answered);
+		if (fetch->call.nr_sent) {
+			pages += fetch->nr;
+			tmem_count(fetch->call.late ? TMEM_STAT_fetches_late :
+				   TMEM_STAT_fetches_answered);
+		}
 		fetch->done(fetch);
+		pages += start_waiting(dev);
+		tmem_dev_put(dev);
 	}
 	if (queue->fetched_rest || !llist_empty(&queue->fetched))
 		tasklet_schedule(tasklet);
@@ -178,91 +420,25 @@ static void fetch_poll(struct tmem_fetch *fetch)
 	}
 }
 
-/*
- * Returns whether a request that is sent now may be late without a fault of the host, because a
- * task or an earlier part of the same bio has used up the time.
- */
-static bool is_too_late(const struct tmem_fetch *fetch, u64 now_ns)
-{
-	return now_ns + tmem_get_span_ns() / TMEM_SLOW_DIVISOR > fetch->deadline_ns;
-}
-
-/* Counts the wanted pages from @first on as misses. */
-static void miss_from(struct tmem_fetch *fetch, unsigned int first, enum tmem_stat why)
-{
-	unsigned int i;
-
-	for (i = first; i < fetch->nr; i++)
-		if (__test_and_clear_bit(i, fetch->want))
-			tmem_count(why);
-}
-
-/*
- * Takes the entries, and sends the requests. Pages that cannot be requested are misses, and their
- * entries stay in the index.
- */
-static void fetch_request(struct tmem_fetch *fetch)
-{
-	struct tmem_get_call *call = &fetch->call;
-	unsigned int from, to;
-	bool late;
-
-	for (from = 0; from < fetch->nr; from = to) {
-		to = min(fetch->nr, from + 64 - (unsigned int)((fetch->index + from) & 63));
-		late = is_too_late(fetch, ktime_get_ns());
-		if (!call->generation || late || !tmem_online()) {
-			miss_from(fetch, from, late ? TMEM_STAT_misses_late :
-				  TMEM_STAT_misses_offline);
-			return;
-		}
-		if (call->nr_sent < TMEM_GET_BURST)
-			call->spare = tmem_bounce_alloc(call->dev,
-							min(to - from, call->dev->batch_max),
-							fetch->ahead);
-		if (!call->spare) {
-			tmem_count(TMEM_STAT_fetches_no_room);
-			fetch->nr_tried = from;
-			miss_from(fetch, from, TMEM_STAT_misses_bounce);
-			return;
-		}
-		tmem_get_unit(call, from, to);
-		/* All pages were in the put ring, or had left the index. */
-		if (call->spare)
-			tmem_bounce_free(call->dev, call->spare);
-		call->spare = NULL;
-	}
-}
-
 /* Returns the device, if it may be used; or counts the reason. */
 static struct tmem_dev *fetch_begin(struct tmem_fetch *fetch)
 {
-	enum tmem_stat why = TMEM_STAT_misses_offline;
 	struct tmem_dev *dev;
 
 	tmem_count_n(TMEM_STAT_gets, bitmap_weight(fetch->want, fetch->nr));
 	dev = tmem_online() ? tmem_dev_get() : NULL;
 	if (!dev)
 		goto none;
-	if (READ_ONCE(dev->tripped)) {
-		why = TMEM_STAT_misses_tripped;
-		goto put;
-	}
-	fetch->sent_ns = ktime_get_ns();
-	if (is_too_late(fetch, fetch->sent_ns)) {
-		why = TMEM_STAT_misses_late;
-		goto put;
-	}
 	/* Either this task sees the flag, or the task that sets it sees the fetch. */
 	atomic_inc(&dev->nr_fetches);
 	smp_mb__after_atomic();	/* pairs with tmem_fetches_pause() */
 	if (!READ_ONCE(paused))
 		return dev;
 	atomic_dec(&dev->nr_fetches);
-put:
 	tmem_dev_put(dev);
 none:
 	fetch->nr_tried = 0;
-	miss_from(fetch, 0, why);
+	miss_from(fetch, 0, TMEM_STAT_misses_offline);
 	return NULL;
 }
 
@@ -294,16 +470,19 @@ bool tmem_fetch_start(struct tmem_fetch *fetch)
 		.want = fetch->want,
 		.inside_end = ULONG_MAX,
 		.deadline_ns = fetch->deadline_ns,
-		.generation = READ_ONCE(dev->generation),
 		.bucket = tmem_index_bucket(&fetch->key),
 		.fetch = fetch,
 	};
 	fetch->nr_tried = fetch->nr;
-	fetch->begin_ns = trace_tmem_get_enabled() ? fetch->sent_ns : 0;
+	fetch->begin_ns = ktime_get_ns();
 	atomic_set(&fetch->pending, 1);
 	INIT_LIST_HEAD(&fetch->list);
-	smp_rmb();	/* read the generation before the index; pairs with sync_work_fn() */
-	fetch_request(fetch);
+	fetch->waits = false;
+	/* Others came first. */
+	if (!fetch->ahead && READ_ONCE(dev->nr_waiting[false]) && fetch_wait(dev, fetch))
+		return false;
+	if (request_or_wait(fetch))
+		return false;
 	if (call->nr_sent) {
 		tmem_count(TMEM_STAT_fetches);
 		fetch_add(dev, fetch);
@@ -316,6 +495,8 @@ bool tmem_fetch_start(struct tmem_fetch *fetch)
 	if (call->nr_sent)
 		tmem_count(TMEM_STAT_fetches_polled);
 	fetch_end(fetch);
+	start_waiting(dev);
+	tmem_dev_put(dev);
 	return true;
 }
 

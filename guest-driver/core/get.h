@@ -21,9 +21,10 @@
 #define TMEM_SLOW_DIVISOR		4
 
 /*
- * Maximum number of pages of a fetch. A run of the tasklet copies as many, in about 100 us.
+ * Maximum number of pages of a fetch. A run of the tasklet copies about as many, in 50 us. The
+ * memory that describes them is less than a page.
  */
-#define TMEM_FETCH_PAGES_MAX	256
+#define TMEM_FETCH_PAGES_MAX	128
 
 /* A request in flight of a get. */
 struct tmem_get_sent {
@@ -68,10 +69,10 @@ struct tmem_fetch {
 	unsigned int nr;		/* pages, all of one object of the index */
 	struct page **pages;		/* locked, not uptodate */
 	unsigned long *want;		/* as in tmem_get() */
-	u64 deadline_ns;		/* from tmem_get_deadline_ns() */
 	u64 *check64;			/* content checks of the pages that were got */
+	u64 deadline_ns;		/* from tmem_get_deadline_ns() */
 	bool awaited;			/* a reader will wait for the pages: poll for the answers */
-	bool ahead;			/* no reader wants them yet: use half of the bounce pages */
+	bool ahead;			/* no reader wants the pages yet */
 	/* Called when the fetch has ended, in a tasklet. */
 	void (*done)(struct tmem_fetch *fetch);
 
@@ -79,10 +80,14 @@ struct tmem_fetch {
 	unsigned int nr_tried;
 	struct tmem_get_call call;
 	u64 sent_ns;
-	u64 begin_ns;			/* for the trace event */
-	/* requests in flight, plus one for each of tmem_fetch_start() and the timer that uses it */
+	u64 begin_ns;			/* before a wait for bounce pages */
+	/*
+	 * Requests in flight, plus one for each of: tmem_fetch_start(), or the wait for bounce
+	 * pages; the timer that uses it.
+	 */
 	atomic_t pending;
 	struct list_head list;		/* link in dev->fetches; guarded by dev->fetch_lock */
+	bool waits;			/* for bounce pages; guarded by dev->fetch_lock */
 	struct llist_node node;		/* link in queue->fetched */
 };
 
@@ -110,7 +115,7 @@ void tmem_get_trace(const struct tmem_key *key, pgoff_t index, unsigned int want
 /* implemented in breaker.c */
 void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_ns);
 void tmem_breaker_note_fetch(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns,
-			     u64 end_ns);
+			     u64 sent_ns, u64 end_ns);
 
 /* implemented in bounce.c */
 void tmem_fetch_release(struct tmem_fetch *fetch, struct tmem_queue *queue);

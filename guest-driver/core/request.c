@@ -127,7 +127,7 @@ bool tmem_get_abandon(struct tmem_get_req *get)
  * @generation: generation of the request
  * @pool: id of the pool at the host
  *
- * Context: process.
+ * Context: process or softirq.
  * Return: 0 or an error of the virtqueue.
  */
 int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool)
@@ -447,7 +447,7 @@ static u64 part_of(u64 mask, unsigned int first, unsigned int count)
  * @from: number of the first page
  * @to: number of the page after the last one; all pages are in one 64-page unit of the index
  *
- * Context: process.
+ * Context: any but NMI and hard interrupts.
  */
 void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int to)
 {

@@ -29,7 +29,7 @@ static DEFINE_PER_CPU(int, sample_due);
  * @dev: the device
  * @pages: number of pages of the part
  *
- * Context: process.
+ * Context: process or softirq.
  *
  * Return: true if it may.
  */

@@ -101,6 +101,8 @@ TMEM_STAT(fetches)
 TMEM_STAT(fetches_polled)
 TMEM_STAT(fetches_answered)
 TMEM_STAT(fetches_late)
+/* Waits of fetches for bounce pages or a request. */
+TMEM_STAT(fetches_waited)
 /* Fetches that ended early or did not begin: no bounce page or request, no memory for the bio. */
 TMEM_STAT(fetches_no_room)
 TMEM_STAT(fetches_no_memory)

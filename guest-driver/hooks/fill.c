@@ -36,10 +36,11 @@
 #define FILL_PAGES_MAX 2048
 
 /*
- * Maximum number of bios whose rest waits in the work queue. At this number the driver begins no
- * fill, and reads go to their disk directly. So a slow disk cannot occupy all workers, which also
- * submit the rests for other disks.
+ * Maximum number of fills in flight, with those whose rest waits in the work queue. The queue has
+ * as many workers, so a slow disk cannot delay the rests for other disks.
  */
+#define FILLS_MAX 128
+/* Number of rests in the work queue at which reads go to their disk directly. */
 #define RESTS_MAX 32
 
 /* A bio, and those of its pages that one fetch gets: the first or the last ones. */
@@ -54,14 +55,14 @@ struct fill {
 	bool suffix;			/* the last pages of the bio */
 	bool all;			/* all pages were got */
 	u32 *seq;			/* sequence numbers of the records */
-	struct page *page[];
 	u64 *check64;			/* checks of the pages that were got */
+	struct page *page[];
 };
 
 static struct workqueue_struct *fill_wq;
 /*
- * Number of fills in flight. Each has a get request, so the number is small, and they begin and end
- * on different processors: a sum of counters of processors could miss one.
+ * Number of fills in flight. They begin and end on different processors, so a sum of counters of
+ * processors could miss one.
  */
 static atomic_t nr_fills = ATOMIC_INIT(0);
 /* Number of bios whose rest was not submitted yet. */
@@ -284,8 +285,8 @@ static struct fill *fill_new(struct bio *bio, const struct tmem_area *area, stru
 	fill->fetch.nr = nr;
 	fill->fetch.pages = fill->page;
 	fill->fetch.want = fill->want;
-	bio_advance_iter(bio, &iter, first << PAGE_SHIFT);
 	fill->fetch.check64 = fill->check64;
+	bio_advance_iter(bio, &iter, first << PAGE_SHIFT);
 	for (i = 0; i < nr; i++) {
 		fill->page[i] = bio_iter_iovec(bio, iter).bv_page;
 		bio_advance_iter_single(bio, &iter, PAGE_SIZE);
@@ -396,10 +397,14 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 		goto put;
 	part = choose(fs, block, nr, &from, &suffix);
 	TMEM_HOLD(fill);
-	if (part)
-		fill = fill_new(bio, area, fs, block, from, part);
-	if (!fill)
+	if (!part)
 		goto put;
+	if (atomic_inc_return(&nr_fills) <= FILLS_MAX)
+		fill = fill_new(bio, area, fs, block, from, part);
+	if (!fill) {
+		fill_gone();
+		goto put;
+	}
 	fill->suffix = suffix;
 	fill->submit = submit;
 	fill->fetch.done = fetch_done;
@@ -415,7 +420,6 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	/* A worker submits the rest, which must not have the worker's priority. */
 	if (IOPRIO_PRIO_CLASS(bio->bi_ioprio) == IOPRIO_CLASS_NONE)
 		bio->bi_ioprio = get_current_ioprio();
-	atomic_inc(&nr_fills);
 	/* All pages can be retained: at its next eviction, a page is compared with its record. */
 	if (!tmem_fetch_start(&fill->fetch))
 		return TMEM_FILLED_LATER;
@@ -442,7 +446,7 @@ int tmem_fill_init(void)
 {
 	/* A reader may need the page to free memory, and may wait for it while tasks freeze. */
 	fill_wq = alloc_workqueue("virtio_tmem_fill", WQ_UNBOUND | WQ_HIGHPRI | WQ_MEM_RECLAIM,
-				  RESTS_MAX + TMEM_GET_REQUESTS);
+				  FILLS_MAX);
 	return fill_wq ? 0 : -ENOMEM;
 }
 

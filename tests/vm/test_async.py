@@ -180,6 +180,37 @@ def test_answers_out_of_order_end_their_own_reads(
 
 
 @pytest.mark.smoke
+def test_fetches_wait_for_bounce_pages(session: Session, kernel: Kernel, module: Path) -> None:
+    """More reads than bounce pages allow come from the host, or from the disk at the deadline."""
+    with Liar(session.directory / "liar") as liar:
+        guest = boot(session, kernel, module, liar, PATIENT)
+        sums = make(guest)
+        liar.delay_seconds = 0.05
+
+        def read_all() -> dict[str, int]:
+            before = stats(guest)
+            readers = [guest.start(f"sha256sum {path}", 60) for path in sums]
+            for reader, digest in zip(readers, sums.values(), strict=True):
+                assert reader.wait().check().text.split()[0] == digest
+            wait_ended(guest)
+            grown = growth(before, stats(guest))
+            print(grown)
+            return grown
+
+        grown = read_all()
+        assert grown["fetches_waited"] > 0
+        assert grown["fetches_no_room"] == 0 and grown["misses_bounce"] == 0
+        assert grown["hits"] == grown["gets"] > FILES * PAGES / 2
+
+        liar.delay_seconds = 0.0
+        evict_again(guest, list(sums))
+        set_parameter(guest, "deadline_ms", "100")
+        liar.silent = frozenset({T_GET})
+        grown = read_all()
+        assert grown["fetches_waited"] > 0 and grown["hits"] == grown["ring_hits"]
+
+
+@pytest.mark.smoke
 def test_readers_that_must_not_wait_get_pages(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -300,6 +331,8 @@ def test_host_that_stops_under_load_causes_no_wrong_byte(
             "reads are late",
         )
         daemon.resume()
+        # Hits in the put ring do not show that the breaker has closed.
+        wait_state(guest, "on")
     torture.finish(guest)
     wait_ended(guest)
     wait_state(guest, "on")
