@@ -375,6 +375,24 @@ bool tmem_bio_begin(struct bio *bio)
 	}
 }
 
+/* Disables a mount, because the host would have returned other bytes than the disk for a page. */
+static void block_mount(const struct super_block *sb, struct page *page)
+{
+	struct folio *folio = page_folio(page);
+	struct tmem_fs *fs;
+
+	tmem_count(TMEM_STAT_verify_mismatches);
+	rcu_read_lock();
+	fs = tmem_fs_find(sb);
+	if (fs) {
+		tmem_bypass_wrong(fs->pool, "a page from the host differs from the disk",
+				  folio->mapping->host->i_ino,
+				  folio->index + folio_page_idx(folio, page));
+		tmem_fs_sweep_soon(fs);
+	}
+	rcu_read_unlock();
+}
+
 /* Records the next page of a bio that has ended, or erases the records of its blocks. */
 static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 {
@@ -385,8 +403,9 @@ static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 		tmem_record_flush(block_at(t, at), seq, t->check[t->at], bv->bv_page);
 	else if (t->write)
 		write_part(t, at, bv, -1);
-	else if (seq && good)
-		tmem_record_fill(block_at(t, at), seq, bv->bv_page);
+	else if (seq && good && !tmem_record_fill(block_at(t, at), seq, bv->bv_page) &&
+		 tmem_blocks_mode == TMEM_BLOCKS_ON)
+		block_mount(t->sb, bv->bv_page);
 }
 
 /* Returns whether all pages are done. The iterator of the bio itself has changed meanwhile. */

@@ -57,13 +57,13 @@ int tmem_records_init(void);
 void tmem_records_exit(void);
 u32 tmem_record_read(u32 block);
 u32 tmem_record_write(u32 block, struct page *page);
-void tmem_record_fill(u32 block, u32 seq, const struct page *page);
+bool tmem_record_fill(u32 block, u32 seq, const struct page *page);
 void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page);
 void tmem_record_erase(u32 first, u32 nr);
 void tmem_record_write_range(u32 first, u32 nr, int writes);
 void tmem_record_long_write(int writes);
 u32 tmem_record_get(u32 block);
-bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check);
+bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool verify);
 enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
 				      void (*put)(u32 block, void *arg), void *arg);
 void tmem_record_dirty(struct folio *folio);

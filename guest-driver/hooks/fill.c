@@ -307,16 +307,23 @@ static bool fill_end(struct fill *fill)
 	unsigned int nr = fill->suffix ? fill->fetch.nr : fill->fetch.nr_tried;
 	unsigned int i, done = 0;
 	struct bio *bio = fill->bio;
-	bool whole;
+	bool whole, verify;
 
 	/* A wrong page may have blocked the mount meanwhile. */
 	if (tmem_bypass_is_all(fill->fs->pool))
 		bitmap_zero(fill->want, nr);
+	verify = !bitmap_empty(fill->want, nr) &&
+		 tmem_verify_due(fill->fs, bitmap_weight(fill->want, nr));
 	for_each_set_bit(i, fill->want, nr)
 		if (!tmem_record_got(fill->block + i, fill->seq[i], fill->page[i],
-				     fill->check64[i]))
+				     fill->check64[i], verify))
 			__clear_bit(i, fill->want);
 	this_cpu_add(fill->fs->mount->counts->hits, bitmap_weight(fill->want, nr));
+	/* In the sample, the disk reads all pages, whose bytes are compared with the records. */
+	if (verify) {
+		tmem_count_n(TMEM_STAT_verified_hits, bitmap_weight(fill->want, nr));
+		bitmap_zero(fill->want, nr);
+	}
 	tmem_fs_put(fill->fs);
 	while (done < nr && test_bit(fill->suffix ? nr - 1 - done : done, fill->want))
 		done++;

@@ -384,7 +384,7 @@ int tmem_wrap_read_folio(struct file *file, struct folio *folio);
 
 struct tmem_verify;
 
-bool tmem_verify_due(struct tmem_fs *fs);
+bool tmem_verify_due(struct tmem_fs *fs, unsigned int pages);
 struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgoff_t index,
 				    loff_t isize);
 struct page *tmem_verify_page(struct tmem_verify *v);

@@ -162,7 +162,7 @@ static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct fol
 		    unsigned int at)
 {
 	unsigned long nr = min_t(unsigned long, folio_nr_pages(folio), rd->end - folio->index);
-	bool sample = tmem_verify_due(rd->fs);
+	bool sample = tmem_verify_due(rd->fs, 1);
 	unsigned long i;
 
 	for (i = 0; i < nr; i++) {

@@ -29,8 +29,8 @@
 
 /*
  * State of a record. NONE: a transfer is in flight, or the block was erased. READ, WRITTEN: the
- * check is that of the last transfer, which had this direction. HELD: a page with this check was
- * evicted, so a get would return these bytes.
+ * check is that of the last transfer, which had this direction. HELD: a get has returned bytes with
+ * this check, or would return them, and the next read from the disk is compared with them.
  */
 enum { RECORD_NONE, RECORD_READ, RECORD_WRITTEN, RECORD_HELD };
 
@@ -194,8 +194,10 @@ u32 tmem_record_write(u32 block, struct page *page)
  * @block: the block
  * @seq: from tmem_record_read()
  * @page: the page that was read, which nobody else can write to
+ *
+ * Return: false if the host would have returned other bytes.
  */
-void tmem_record_fill(u32 block, u32 seq, const struct page *page)
+bool tmem_record_fill(u32 block, u32 seq, const struct page *page)
 {
 	void *bytes = kmap_local_page((struct page *)page);
 	u64 check = tmem_check64_page(&tmem_keys, bytes);
@@ -203,24 +205,28 @@ void tmem_record_fill(u32 block, u32 seq, const struct page *page)
 	u32 *hint = hint_of(page);
 	struct record *record;
 	unsigned long flags;
+	bool same = true;
 
 	kunmap_local(bytes);
 	if (!hint)
-		return;
+		return true;
 	spin_lock_irqsave(&set->lock, flags);
 	record = find(set, block);
 	if (!record || (record->seq != seq && !TMEM_WITHOUT(READ_SEQ))) {
 		tmem_count(TMEM_STAT_blocks_raced);
 	} else {
-		if (record->state == RECORD_HELD)
-			tmem_count(record->check == check ? TMEM_STAT_blocks_gets_equal :
-							    TMEM_STAT_blocks_gets_wrong);
+		if (record->state == RECORD_HELD) {
+			same = record->check == check;
+			tmem_count(same ? TMEM_STAT_blocks_gets_equal :
+					  TMEM_STAT_blocks_gets_wrong);
+		}
 		record->check = check;
 		record->state = RECORD_READ;
 		WRITE_ONCE(*hint, block);
 		tmem_count(TMEM_STAT_blocks_read);
 	}
 	spin_unlock_irqrestore(&set->lock, flags);
+	return same;
 }
 
 /**
@@ -346,10 +352,11 @@ u32 tmem_record_get(u32 block)
  * @seq: from tmem_record_get()
  * @page: the page, which nobody else can write to
  * @check: its check of 64 bits
+ * @verify: the disk will read the block, to compare it with these bytes
  *
  * Return: false if a write of the block may have begun since. The bytes must not be used then.
  */
-bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check)
+bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool verify)
 {
 	struct record_set *set = set_of(block);
 	u32 *hint = hint_of(page);
@@ -362,7 +369,7 @@ bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check)
 	same = record && (record->seq == seq || TMEM_WITHOUT(GET_SEQ));
 	if (same && hint) {
 		record->check = check;
-		record->state = RECORD_READ;
+		record->state = verify ? RECORD_HELD : RECORD_READ;
 		WRITE_ONCE(*hint, block);
 	}
 	spin_unlock_irqrestore(&set->lock, flags);

@@ -150,12 +150,14 @@ static void count_pending(const struct tmem_verify *v, int change)
 }
 
 /**
- * tmem_verify_due() - count a hit and decide whether it is in the sample
+ * tmem_verify_due() - count a hit, or those of a bio, and decide whether it is in the sample
  * @fs: its file system
+ * @pages: number of hits that would be compared together
  *
- * Return: true if the hit is to be compared.
+ * Context: any but NMI.
+ * Return: true if the hits are to be compared.
  */
-bool tmem_verify_due(struct tmem_fs *fs)
+bool tmem_verify_due(struct tmem_fs *fs, unsigned int pages)
 {
 	int every = READ_ONCE(verify_every);
 
@@ -164,14 +166,14 @@ bool tmem_verify_due(struct tmem_fs *fs)
 	if (every < 0) {
 		/* Count with an atomic, which all CPUs write, only until the limit is reached. */
 		if (atomic_read(&fs->first_hits) < TMEM_VERIFY_FIRST_HITS) {
-			atomic_inc(&fs->first_hits);
+			atomic_add(pages, &fs->first_hits);
 			return true;
 		}
 		every = default_every;
 	}
 	/*
-	 * Each CPU selects one in @every of its own hits, so about one in @every of all hits is
-	 * compared.
+	 * Each CPU selects one in @every of its own hits, or bios. So about one in @every of all
+	 * hits is compared.
 	 */
 	return !(this_cpu_inc_return(fs->cpu->hits) % every);
 }

@@ -22,12 +22,14 @@ from driver import (
     Hold,
     driver_guest,
     driver_vm,
+    growth,
     kept,
     programs,
     set_parameter,
     settle,
     start_daemon,
     stats,
+    wait_blocked,
     wait_state,
 )
 from test_mounts import Mount
@@ -223,6 +225,29 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
         without(guest, check)
         set_parameter(guest, "test_blocks_dirty", "1")
         assert guest.read("/sys/module/virtio_tmem/parameters/test_blocks_dirty") == verdicts
+
+
+@pytest.mark.smoke
+def test_sampled_reads_are_compared_with_the_disk(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A read of the sample gets the bytes of the disk, and a difference blocks the mount."""
+    guest = boot(session, kernel, test_module)
+    file = File(guest, WHERE, f"/dev/{guest.disk('data')}", 4)
+    set_parameter(guest, "verify_every", "1")
+    before = stats(guest)
+    assert file.read() == OLD * 4
+    grown = growth(before, stats(guest))
+    assert grown["verified_hits"] == grown["blocks_gets_equal"] == 4
+    assert grown["verify_mismatches"] == 0
+    file.mount.wait("on")
+
+    file.hold(4)
+    without(guest, "forget")
+    assert file.write().wait().status == 0
+    assert file.read() == NEW + OLD * 3
+    assert growth(before, stats(guest))["verify_mismatches"] == 1
+    wait_blocked(guest, "a page from the host differs from the disk")
 
 
 def write_by_command(file: File) -> bytes:
