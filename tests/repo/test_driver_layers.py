@@ -16,8 +16,9 @@ from test_abi import DRIVER
 # left out: it takes the place of two files, ftrace.c and tracepoints.c.
 LAYERS = """
 compat.h
+core/check.h
 virtio_tmem_ioctl.h tmem.h testing.h trace.h
-core/check.h core/fallback.h core/stats_list.h core/wait.h hooks/attach.h
+core/fallback.h core/stats_list.h core/wait.h hooks/attach.h
 core/stats.h hooks/hooks.h
 core/core.h hooks/fs.h hooks/blocks.h
 core/slot.h core/budget.h core/control.h core/get.h
