@@ -814,9 +814,14 @@ impl State {
     /// Removes entries from the head of the queue of raw pages, up to and including the first that
     /// is still a raw page. Returns that page, or None if no raw page is left. The entry keeps its
     /// reference to the blob.
+    ///
+    /// The queue may name a raw page twice: a page of an old entry was removed, and a new page got the
+    /// same entry and blob. The first call claims the page, so that no worker finalizes it again and
+    /// finds it equal to itself.
     pub(crate) fn next_raw(&mut self) -> Option<RawPage> {
         while let Some(page) = self.raw.pop_front() {
-            if self.is_raw(page) {
+            if self.is_raw(page) && !self.index.entries[page.id].is_claimed() {
+                self.index.entries[page.id].set_claimed(true);
                 return Some(page);
             }
         }
@@ -827,7 +832,10 @@ impl State {
     /// Returns a raw page to the head of the queue of raw pages, because there was no memory for
     /// its final form.
     pub(crate) fn put_raw_back(&mut self, page: RawPage) {
-        self.raw.push_front(page);
+        if self.is_raw(page) {
+            self.index.entries[page.id].set_claimed(false);
+            self.raw.push_front(page);
+        }
     }
 
     /// Returns whether the entry is still a raw page with this blob. The entry may by now belong to

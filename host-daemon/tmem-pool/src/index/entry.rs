@@ -38,8 +38,8 @@ pub(crate) struct Entry {
 // its size would be a multiple of the alignment of the cookie.
 const _: () = assert!(size_of::<Entry>() == 28);
 
-// Bit fields of `Entry::bits`: stored bytes, kind of content, the flag for a retained page, and the
-// eviction policy's bits. The kind KIND_SHARED means that the blob was already stored for another
+// Bit fields of `Entry::bits`: stored bytes, kind of content, the flags for a retained page and for a
+// raw page that is being finalized, and the eviction policy's bits. The kind KIND_SHARED means that the blob was already stored for another
 // page.
 const STORED_BITS: u32 = 13;
 const STORED: u32 = (1 << STORED_BITS) - 1;
@@ -51,8 +51,9 @@ const KIND_RAW: u32 = 1 << KIND_SHIFT;
 const KIND_BLOB: u32 = 2 << KIND_SHIFT;
 const KIND_SHARED: u32 = 3 << KIND_SHIFT;
 const RETAINED: u32 = 1 << 15;
-const POLICY_SHIFT: u32 = 16;
-const POLICY: u32 = 0xffff << POLICY_SHIFT;
+const CLAIMED: u32 = 1 << 16;
+const POLICY_SHIFT: u32 = 17;
+const POLICY: u32 = 0x7fff << POLICY_SHIFT;
 
 impl Entry {
     /// Creates an entry. The tenant is charged `stored_bytes` for the page in addition to its
@@ -102,11 +103,20 @@ impl Entry {
         self.bits & RETAINED != 0
     }
 
+    /// Returns whether a background worker is finalizing this raw page.
+    pub(crate) fn is_claimed(&self) -> bool {
+        self.bits & CLAIMED != 0
+    }
+
+    pub(crate) fn set_claimed(&mut self, claimed: bool) {
+        self.bits = self.bits & !CLAIMED | if claimed { CLAIMED } else { 0 };
+    }
+
     pub(crate) fn set_retained(&mut self, retained: bool) {
         self.bits = self.bits & !RETAINED | if retained { RETAINED } else { 0 };
     }
 
-    /// Returns the bits in which the eviction policy keeps its data about the page.
+    /// Returns the 15 bits in which the eviction policy keeps its data about the page.
     pub(crate) fn policy_bits(&self) -> u16 {
         (self.bits >> POLICY_SHIFT) as u16
     }

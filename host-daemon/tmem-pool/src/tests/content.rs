@@ -23,6 +23,12 @@ use crate::{
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+const KEY: Key = Key {
+    pool: POOL,
+    object: 1,
+    index: 1,
+};
+
 #[test]
 fn equal_pages_of_a_trust_domain_are_stored_once() {
     let engine = new_engine(1 << 20);
@@ -50,6 +56,35 @@ fn equal_pages_of_a_trust_domain_are_stored_once() {
         assert_eq!(get(&b, 1, index, 1), Some(page));
     }
     assert_eq!(engine.stats().payload_bytes, 0);
+}
+
+/// A page is removed while it is raw, and the next page gets its entry and its blob. The queue of raw
+/// pages then names the new page twice. A second finalization would find the page equal to itself.
+#[test]
+fn a_page_that_the_raw_queue_names_twice_is_finalized_once() {
+    let engine = new_engine(1 << 20);
+    let a = add(&engine, "a", None, OPEN);
+    let raw = || {
+        let state = a.shared().lock(&engine.totals);
+        let id = state.peek(KEY).unwrap();
+        (id, state.index.entries[id].content())
+    };
+    let page = partly_noise(1, 4);
+    put_raw(&a, 1, 1, 1, &page);
+    let first = raw();
+    assert_eq!(get(&a, 1, 1, 1), Some(page));
+    put_raw(&a, 1, 1, 2, &page);
+    assert_eq!(
+        raw(),
+        first,
+        "the test is too weak: the page is in another place"
+    );
+    assert_eq!(engine.finalize(a.shared()), Some(1));
+    assert_eq!(engine.finalize(a.shared()), Some(0));
+    let stats = engine.stats();
+    assert_eq!((stats.pages, stats.blobs, stats.shared_pages), (1, 1, 0));
+    engine.check_invariants();
+    assert_eq!(get(&a, 1, 1, 2), Some(page));
 }
 
 /// Finalizes equal pages in one step. The step stores a compressed page only after it has looked up
