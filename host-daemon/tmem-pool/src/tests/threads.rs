@@ -131,7 +131,7 @@ fn come_and_go(engine: &Arc<Engine>, seed: u64, corpus: &[Page], done: &AtomicBo
 fn keep_house(engine: &Engine, seed: u64, tenant: &Tenant, done: &AtomicBool) {
     let mut rng = Rng::new(seed);
     while !done.load(Relaxed) {
-        engine.resize((200 << 10) + rng.below(600 << 10));
+        engine.resize((400 << 10) + rng.below(600 << 10));
         engine.maintain(Time(0), 1 + rng.below(40) as usize);
         let limit_bytes = rng.one_in(2).then(|| 50_000 + rng.below(500_000));
         tenant
@@ -158,7 +158,7 @@ fn concurrent_operations_return_correct_pages() {
         })
         .collect();
     for_each_seed("threads", 4, |seed| {
-        let engine = new_engine(600 << 10);
+        let engine = new_engine(800 << 10);
         let tenants = [
             add(&engine, "a", Some("all"), OPEN),
             add(&engine, "b", Some("all"), OPEN),
@@ -204,7 +204,7 @@ fn concurrent_operations_return_correct_pages() {
 /// in `interleavings.rs` covers this case with threads.
 #[test]
 fn a_departed_tenant_is_kept_while_it_has_pages() {
-    let engine = new_engine(600 << 10);
+    let engine = new_engine(800 << 10);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, 1, 1, 1, &noise(1)), PutResult::Stored);
     let departed = Arc::clone(tenant.shared());
