@@ -186,6 +186,19 @@ static inline bool tmem_unmap_flush_required(void)
 }
 
 /*
+ * Returns whether the current task waits for memory, as pressure stall information (PSI) counts it.
+ * An allocation that reclaims pages is such a wait. A write to memory.reclaim is none.
+ */
+static inline bool tmem_in_memstall(void)
+{
+#ifdef CONFIG_PSI
+	return current->in_memstall;
+#else
+	return true;
+#endif
+}
+
+/*
  * Creates a slab cache whose memory keeps its type while RCU readers run. The slab allocator links
  * its free objects by a pointer. Since 6.12, the pointer can be inside a free object, at
  * @link_offset, where no RCU reader reads. Before 6.12, it takes TMEM_SLAB_LINK bytes behind each

@@ -234,11 +234,17 @@ void tmem_moved(struct page *from, struct page *to);
 void tmem_poison(const char *why, u64 ino, pgoff_t index);
 
 /*
- * tmem_pace_wanted() returns whether the current task is kswapd and should wait for the host,
- * because the put ring fills up. tmem_pace() waits, for a bounded time (core/pace.c).
+ * tmem_pace_wanted() returns whether the current task should wait for the host, because the put
+ * ring fills up. This holds for kswapd, and for a registered task in a write to memory.reclaim.
+ * tmem_pace() waits, for a bounded time (core/pace.c).
+ *
+ * tmem_pace_register() registers the current thread, until tmem_pace_unregister() is called with
+ * the same @owner. It returns -EBUSY if the maximum number of tasks is registered. Process context.
  */
 bool tmem_pace_wanted(void);
 void tmem_pace(void);
+int tmem_pace_register(const void *owner);
+void tmem_pace_unregister(const void *owner);
 
 /*
  * Sets the hook state for the report and sysfs: one bit per live hook; off_reason is NULL if the

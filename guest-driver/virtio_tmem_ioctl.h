@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only WITH Linux-syscall-note */
 /*
- * Requests of user space to the virtio-tmem guest driver about one file: ioctls of
- * /dev/virtio_tmem.
+ * Requests of user space to the virtio-tmem guest driver: ioctls of /dev/virtio_tmem.
  *
- * Each ioctl takes a struct virtio_tmem_file, whose fd is an open regular file. The caller must own
- * that file or have CAP_FOWNER, as for chmod().
+ * VIRTIO_TMEM_IOC_GET and VIRTIO_TMEM_IOC_SET are about one file. Each takes a struct
+ * virtio_tmem_file, whose fd is an open regular file. The caller must own that file or have
+ * CAP_FOWNER, as for chmod().
  *
  * - EBADF: fd is not open
  * - EINVAL: not a regular file, an unknown policy, or reserved is not 0
@@ -13,6 +13,14 @@
  * - EAGAIN: the driver does not know the file system yet; try again in some milliseconds
  * - ENOSPC: the limit of files with a policy is reached
  * - ENOMEM: no memory at the moment
+ *
+ * VIRTIO_TMEM_IOC_PACE registers the calling thread: while it writes to memory.reclaim of a control
+ * group, it waits for the host when the driver's buffer for evicted pages fills up. Otherwise the
+ * driver drops pages that do not fit. The registration ends when the last descriptor of this open
+ * device is closed. Children of the thread are not registered.
+ *
+ * - EPERM: the caller does not have CAP_SYS_RESOURCE
+ * - EBUSY: the limit of registered threads is reached
  */
 #ifndef _VIRTIO_TMEM_IOCTL_H
 #define _VIRTIO_TMEM_IOCTL_H
@@ -46,5 +54,7 @@ struct virtio_tmem_file {
 #define VIRTIO_TMEM_IOC_GET	_IOWR(VIRTIO_TMEM_IOC_MAGIC, 1, struct virtio_tmem_file)
 /* Sets the policy; ignores cached_pages and held_pages. */
 #define VIRTIO_TMEM_IOC_SET	_IOW(VIRTIO_TMEM_IOC_MAGIC, 2, struct virtio_tmem_file)
+/* Registers the calling thread; takes no argument. */
+#define VIRTIO_TMEM_IOC_PACE	_IO(VIRTIO_TMEM_IOC_MAGIC, 3)
 
 #endif /* _VIRTIO_TMEM_IOCTL_H */

@@ -300,6 +300,17 @@ struct tmem_queue {
 	struct tmem_ref *ref;
 } ____cacheline_aligned_in_smp;
 
+/* State of the waits of kswapd, or of all registered tasks together (pace.c). */
+struct tmem_pace {
+	unsigned int us_max;	/* longest wait, in us */
+	/* the waits last at most 1 / share of the time, and a burst more; 0: there is no budget */
+	unsigned int share;
+	/* length of the next pause after a wait in which the host took no put, in jiffies */
+	unsigned long pause;
+	unsigned long again;	/* time at which the pause ends, in jiffies */
+	s64 budget_ns;		/* time of ktime_get_ns() from which the budget allows a wait */
+};
+
 struct tmem_dev {
 	struct virtio_device *vdev;
 	struct rcu_head rcu;
@@ -358,13 +369,10 @@ struct tmem_dev {
 	wait_queue_head_t feeder_wait;
 	/* bit i is set if tmem_put_end() should send the full batches of queue i; atomic */
 	unsigned long full;
-	/* kswapd waits here until the host has answered puts (pace.c) */
+	/* kswapd and registered tasks wait here until the host has answered puts (pace.c) */
 	wait_queue_head_t pace_wait;
-	/* length of the next pause after a wait in which the host took no put, in jiffies */
-	unsigned long pace_pause;
-	unsigned long pace_again;	/* time at which the pause ends, in jiffies */
-	/* time of ktime_get_ns() from which the budget allows another wait of kswapd */
-	s64 pace_budget_ns;
+	struct tmem_pace pace_kswapd;
+	struct tmem_pace pace_task;	/* of all registered tasks together */
 
 	/* State of gets. get_lock guards all fields of this group except get_req and bounce. */
 	spinlock_t get_lock ____cacheline_aligned_in_smp;

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * /dev/virtio_tmem: requests of users about one file, see virtio_tmem_ioctl.h.
+ * /dev/virtio_tmem: requests of users, see virtio_tmem_ioctl.h.
  *
  * Every user may open the device; only the owner of a file may use it on that file. The open file
- * keeps its file system mounted, and the open device keeps the module loaded.
+ * keeps its file system mounted, and the open device keeps the module loaded. A user with
+ * CAP_SYS_RESOURCE may register threads, whose number is limited.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
+#include <linux/capability.h>
 #include <linux/file.h>
 #include <linux/miscdevice.h>
 #include <linux/module.h>
@@ -89,6 +91,8 @@ static long device_ioctl(struct file *device, unsigned int cmd, unsigned long ar
 	struct file *file;
 	int err;
 
+	if (cmd == VIRTIO_TMEM_IOC_PACE)
+		return capable(CAP_SYS_RESOURCE) ? tmem_pace_register(device) : -EPERM;
 	if (cmd != VIRTIO_TMEM_IOC_GET && cmd != VIRTIO_TMEM_IOC_SET)
 		return -ENOTTY;
 	if (copy_from_user(&req, user, sizeof(req)))
@@ -103,8 +107,15 @@ static long device_ioctl(struct file *device, unsigned int cmd, unsigned long ar
 	return err;
 }
 
+static int device_release(struct inode *inode, struct file *device)
+{
+	tmem_pace_unregister(device);
+	return 0;
+}
+
 static const struct file_operations device_fops = {
 	.owner = THIS_MODULE,
+	.release = device_release,
 	.unlocked_ioctl = device_ioctl,
 	.compat_ioctl = compat_ptr_ioctl,
 };

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Hook of try_to_unmap_flush(), at which kswapd waits for the host (core/pace.c).
+ * Hook of try_to_unmap_flush(), at which kswapd and tasks that write to memory.reclaim wait for the
+ * host (core/pace.c).
  *
  * In reclaim, shrink_folio_list() calls try_to_unmap_flush() after each 32 folios that it evicts
  * (each 64 at most on Linux 6.1). It holds no lock then, and may sleep. The split of a large folio
- * and the migration to slower memory call try_to_unmap_flush() with locks, and kswapd may run both.
- * So only calls from shrink_folio_list() are replaced.
+ * and the migration to slower memory call try_to_unmap_flush() with locks, and reclaim may run
+ * both. So only calls from shrink_folio_list() are replaced.
  *
  * The replacement cannot call the original (tmem_target_add_name()). So a call that has to flush a
  * TLB is not replaced. In a guest with several processors, this is the first call after
  * shrink_folio_list() has unmapped a page from a process that may have run on another processor.
- * So kswapd seldom waits while most of the pages that it evicts are mapped by processes.
+ * So tasks seldom wait while most of the pages that they evict are mapped by processes.
  *
- * Calls of all tasks but kswapd, and calls while the put ring has enough space, are not replaced
+ * Calls of other tasks, and calls while the put ring has enough space, are not replaced
  * either. In a kernel with the patches of intree/, shrink_folio_list() begins with a call of the
  * hook instead.
  */
@@ -52,6 +53,6 @@ void tmem_reclaim_add(void)
 	int err = tmem_target_add_name("try_to_unmap_flush", &target);
 
 	if (err)
-		pr_info("cannot hook try_to_unmap_flush: error %d; kswapd does not wait for the host\n",
+		pr_info("cannot hook try_to_unmap_flush: error %d; reclaim does not wait for the host\n",
 			err);
 }

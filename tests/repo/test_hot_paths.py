@@ -124,7 +124,7 @@ ALLOWED = {
     ("submit", "spin_lock(&queue->vq_lock)"): "each batch of one queue",
     ("send_flushes", "spin_lock(&queue->ring_lock)"): "up to 64 ranges of one queue",
     ("tmem_ring_free", "spin_lock(&queue->ring_lock)"): "each answered batch of one queue",
-    ("tmem_ring_free", "wake_up(&queue->dev->pace_wait)"): "answered batches while kswapd waits",
+    ("tmem_ring_free", "wake_up(&queue->dev->pace_wait)"): "answered batches while reclaim waits",
     ("return_block", "spin_lock(&dev->block_lock)"): "each 8 puts of a queue",
     ("return_block", "dev->nr_free"): "under block_lock",
     ("tmem_index_erase_offset", "spin_lock_irqsave(&bucket->lock)"): "each put that was refused",

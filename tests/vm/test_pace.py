@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""kswapd waits for the host while the put ring fills up, and only for a bounded time."""
+"""kswapd and registered tasks wait for the host while the put ring fills up, and not for long."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from driver import (
     driver_vm,
     growth,
     load,
+    programs,
     set_parameter,
     settle,
     start_daemon,
     stats,
 )
+from liar import Liar
 
 from harness import disk, module
 from harness.daemon import Daemon
@@ -41,8 +44,17 @@ WAIT_BURST_SECONDS = 0.020
 PAUSE_SECONDS = 1.0
 GROWING_PAUSES = 8  # pauses of 8 ms, 16 ms and so on that are shorter than PAUSE_SECONDS
 
+RECLAIM = "/bin/reclaim"
+CGROUPS = "/sys/fs/cgroup"
+CACHED_MIB, RECLAIMED_MIB = 80, 56  # so few that kswapd does not run
+PAGES_PER_MIB = 256
+PACE_TASKS_MAX = 4
+TASK_WAIT_SECONDS = 0.020  # longest wait of a registered task (PACE_TASK_US_MAX)
+ANSWER_SECONDS = 0.010  # of a slow host
+EBUSY = 16
 
-def start(session: Session, kernel: Kernel, ko: Path, socket: Path) -> Guest:
+
+def start(session: Session, kernel: Kernel, ko: Path, socket: Path, parameters: str = "") -> Guest:
     """Starts a guest that has more data on its disk than RAM."""
     tree = session.directory / "tree"
     tree.mkdir()
@@ -57,10 +69,11 @@ def start(session: Session, kernel: Kernel, ko: Path, socket: Path) -> Guest:
         Tmem(socket),
         memory_bytes=RAM_BYTES,
         disks=[Disk("data", image)],
-        files={PATCH: module.build_patch(kernel)},
+        files={PATCH: module.build_patch(kernel), **programs(RECLAIM)},
     )
     guest = vm.start()
-    load(guest, f"verify_every=0 {PATIENT}")
+    load(guest, f"verify_every=0 {PATIENT} {parameters}")
+    guest.sh(f"mkdir -p {CGROUPS} && mount -t cgroup2 none {CGROUPS}")
     return guest
 
 
@@ -138,3 +151,92 @@ def test_kswapd_does_not_wait_where_it_may_hold_locks(
     guest.insmod(PATCH, "flush=1")
     assert stats(guest)["pace_waits"] == before["pace_waits"]
     daemon.resume()
+
+
+def cache(guest: Guest) -> dict[str, int]:
+    """Fills the page cache with a part of the file; returns the driver's counters."""
+    guest.drop_caches()
+    guest.sh(f"dd if={FILE} of=/dev/null bs=1M count={CACHED_MIB} 2>/dev/null", 120)
+    return settle(guest)
+
+
+def reclaim(guest: Guest, how: str, before: dict[str, int]) -> Counter[str]:
+    """Reclaims a part of the page cache; returns the growth of the counters since `before`."""
+    guest.sh(f"{RECLAIM} {how} {RECLAIMED_MIB}M", 120)
+    grown = growth(before, stats(guest))
+    print(how, grown)
+    assert grown["puts_eligible"] > RECLAIMED_MIB * PAGES_PER_MIB * 0.9
+    return grown
+
+
+@pytest.mark.parametrize("blocks", ["off", "on"])
+def test_registered_task_loses_few_pages_that_it_reclaims(
+    session: Session, kernel: Kernel, module: Path, blocks: str
+) -> None:
+    """A registered task waits for a slow host in a write to memory.reclaim; other tasks do not."""
+    with Liar(session.directory / "liar") as liar:
+        guest = start(session, kernel, module, liar.path, f"blocks={blocks}")
+        lost = {}
+        for how in ("plain", "closed", "child", "paced"):
+            before = cache(guest)
+            liar.delay_seconds = ANSWER_SECONDS
+            grown = reclaim(guest, how, before)
+            liar.delay_seconds = 0.0
+            dropped = grown["puts_dropped_ring_full"]
+            lost[how] = dropped / (grown["puts"] + dropped)
+            assert (grown["pace_waits"] > 0) == (how == "paced")
+        print(lost)
+        assert min(lost["plain"], lost["closed"], lost["child"]) > 0.2
+        assert lost["paced"] < 0.02
+
+
+def test_silent_host_delays_a_registered_task_for_a_bounded_time(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """While the host takes no page, the pauses between waits of a registered task grow, too."""
+    daemon = start_daemon(session)
+    guest = start(session, kernel, module, daemon.socket("vm1"))
+    before = cache(guest)
+    daemon.pause()
+    began = seconds(guest)
+    grown = reclaim(guest, "paced", before)
+    spent = seconds(guest) - began
+    daemon.resume()
+    assert grown["puts_dropped_ring_full"] > 0
+    assert 1 <= grown["pace_waits"] <= 1 + GROWING_PAUSES + spent / PAUSE_SECONDS
+    assert grown["pace_waits"] * TASK_WAIT_SECONDS < spent
+
+
+def test_registered_task_does_not_wait_when_an_allocation_reclaims(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """A registered task that reaches the limit of its control group may hold locks."""
+    daemon = start_daemon(session)
+    guest = start(session, kernel, module, daemon.socket("vm1"))
+    group = f"{CGROUPS}/small"
+    guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control; mkdir {group}")
+    guest.sh(f"echo 16M >{group}/memory.max")
+    guest.sh(f"truncate -s {SPARSE_MIB}M {WHERE}/sparse")
+    before = settle(guest)
+    daemon.pause()
+    guest.sh(f"echo $$ >{group}/cgroup.procs; exec {RECLAIM} read {WHERE}/sparse", 120)
+    grown = growth(before, stats(guest))
+    daemon.resume()
+    print(grown)
+    assert grown["puts_dropped_ring_full"] > 0
+    assert grown["pace_waits"] == 0
+
+
+def test_registrations_are_limited_and_end_with_the_device(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    guest = start(session, kernel, module, start_daemon(session).socket("vm1"))
+    # The registrations of a process end with it, so the second process gets as many.
+    for _ in range(2):
+        answer = guest.sh(f"{RECLAIM} register").split()
+        assert answer == [str(PACE_TASKS_MAX), str(EBUSY), "0"]
+    guest.sh("mkdir -p /etc && echo user:x:1000:1000::/:/bin/sh >/etc/passwd")
+    guest.sh(f"mkdir /tmp/bin && cp {RECLAIM} /tmp/bin/r && chmod 755 /tmp /tmp/bin /tmp/bin/r")
+    done = guest.run("su user -c '/tmp/bin/r paced 1M'")
+    assert done.status == 1 and "registration: Operation not permitted" in done.stderr.decode()
+    guest.sh("rmmod virtio_tmem")
