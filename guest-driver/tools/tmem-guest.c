@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * tmem-guest: shows the state of this guest's virtio-tmem driver, and sends it requests about
- * files.
+ * tmem-guest: shows the state of this guest's virtio-tmem driver, sends it requests about files,
+ * and reclaims page cache (tmem-guest_autosize.c).
  *
  * The program walks a tree with openat(), follows no symbolic link, and holds one directory open
  * for each level. If a file is replaced by another one during the walk, the program reports an
@@ -24,19 +24,9 @@
 #include <unistd.h>
 
 #include "../virtio_tmem_ioctl.h"
+#include "tmem-guest.h"
 
-#define SYSFS		"/sys/kernel/virtio_tmem"
 #define MODULE		"/sys/module/virtio_tmem"
-
-/* Exit statuses, as in --help. The first failure determines the status. */
-enum {
-	EXIT_OK = 0,
-	EXIT_SOME = 1,		/* any failure that has no status of its own */
-	EXIT_USAGE = 2,
-	EXIT_NO_DRIVER = 3,
-	EXIT_NOT_SERVED = 4,
-	EXIT_NOT_OWNER = 5,
-};
 
 /*
  * Deepest nesting of directories. A walk keeps one directory of each level open, and a process may
@@ -54,9 +44,7 @@ enum {
 #define COUNTERS_MAX	256
 #define NAME_BYTES	64
 
-#define __printf(format_at, first) __attribute__((format(printf, format_at, first)))
-
-static bool json;
+bool json;
 static int status;
 
 static const char usage_text[] =
@@ -70,6 +58,7 @@ static const char usage_text[] =
 "  drop PATH...                drop files from page cache and pool\n"
 "  policy PATH... [never|default]\n"
 "                              show or set whether files may go into the pool\n"
+"  autosize [OPTION...]        return memory of an idle guest to the host\n"
 "\n"
 "  --json                      print one JSON object\n"
 "  --help                      after a command: show the help of that command\n"
@@ -132,7 +121,7 @@ static const char policy_text[] =
 
 /* --- output -------------------------------------------------------------------------------- */
 
-static void __printf(2, 3) fail(int code, const char *fmt, ...)
+void fail(int code, const char *fmt, ...)
 {
 	va_list args;
 
@@ -161,11 +150,7 @@ static int utf8_bytes(const unsigned char *s)
 	return n;
 }
 
-/*
- * Prints a JSON string. A byte that is not UTF-8 becomes a lone surrogate, as with Python's
- * "surrogateescape".
- */
-static void json_string(const char *text)
+void json_string(const char *text)
 {
 	const unsigned char *s = (const unsigned char *)text;
 	int n;
@@ -203,8 +188,7 @@ static void sleep_s(double seconds)
 
 /* --- the driver's files -------------------------------------------------------------------- */
 
-/* Reads the first line of a file into @line. Returns false if the file cannot be opened. */
-static bool read_line(const char *directory, const char *name, char *line, size_t bytes)
+bool read_line(const char *directory, const char *name, char *line, size_t bytes)
 {
 	char path[PATH_MAX];
 	FILE *file;
@@ -253,7 +237,7 @@ static void not_loaded(void)
 	     kernel.release, kernel.release);
 }
 
-static bool driver_state(char *state, size_t bytes)
+bool driver_state(char *state, size_t bytes)
 {
 	if (read_line(SYSFS, "state", state, bytes))
 		return true;
@@ -772,22 +756,32 @@ int main(int argc, char **argv)
 		{ "json", no_argument, NULL, 'j' },
 		{ "help", no_argument, NULL, 'h' },
 		{ "watch", optional_argument, NULL, 'w' },
+		{ "status", no_argument, NULL, 'a' },
+		{ "once", required_argument, NULL, 'a' },
+		{ "floor", required_argument, NULL, 'a' },
+		{ "boot", required_argument, NULL, 'a' },
+		{ "idle", required_argument, NULL, 'a' },
+		{ "pause", required_argument, NULL, 'a' },
+		{ "order", required_argument, NULL, 'a' },
+		{ "without-reporting", no_argument, NULL, 'a' },
 		{ NULL }
 	};
 	const char *command, *text = usage_text;
-	bool help = false, watch = false;
+	bool help = false, watch = false, autosize = false;
 	double every_s = 0;
-	int option, nr;
+	int option, nr, place;
 
-	while ((option = getopt_long(argc, argv, "h", options, NULL)) != -1) {
+	while ((option = getopt_long(argc, argv, "h", options, &place)) != -1) {
 		if (option == 'j')
 			json = true;
 		else if (option == 'h')
 			help = true;
 		else if (option == 'w' && parse_seconds(optarg, &every_s))
 			watch = true;
+		else if (option == 'a' && autosize_option(options[place].name, optarg))
+			autosize = true;
 		else
-			return usage(usage_text);
+			return usage(option == 'a' ? autosize_text : usage_text);
 	}
 	command = optind < argc ? argv[optind++] : "";
 	nr = argc - optind;
@@ -799,12 +793,15 @@ int main(int argc, char **argv)
 		text = drop_text;
 	else if (!strcmp(command, "policy"))
 		text = policy_text;
+	else if (!strcmp(command, "autosize"))
+		text = autosize_text;
 	if (help) {
 		fputs(text, stdout);
 		return EXIT_OK;
 	}
 	if (text == usage_text || (watch && text != stats_text) ||
-	    (text == status_text || text == stats_text ? nr : !nr))
+	    (autosize && text != autosize_text) ||
+	    (text == drop_text || text == policy_text ? !nr : nr))
 		return usage(text);
 
 	if (text == status_text)
@@ -813,8 +810,10 @@ int main(int argc, char **argv)
 		do_stats(every_s);
 	else if (text == drop_text)
 		do_drop(argv + optind, nr);
-	else
+	else if (text == policy_text)
 		do_policy(argv + optind, nr);
+	else
+		do_autosize();
 	if ((fflush(stdout) || ferror(stdout)) && status == EXIT_OK)
 		fail(EXIT_SOME, "standard output: %s", strerror(errno));
 	return status;

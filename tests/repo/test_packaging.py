@@ -173,6 +173,8 @@ def test_packages_contain_the_files_of_the_build(packages: Path) -> None:
     assert not [name for name in names if name.endswith((".o", ".ko", ".mod.c"))]
     command = contents(packages, "virtio-tmem-guest")
     assert {"./usr/sbin/tmem-guest", "./usr/share/man/man8/tmem-guest.8.gz"} <= command
+    unit = "systemd/system/tmem-guest-autosize.service"
+    assert len([name for name in command if name.endswith(unit)]) == 1
 
 
 def scripts(packages: Path, directory: Path) -> Path:

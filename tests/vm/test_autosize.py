@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""`tmem-guest autosize` returns page cache to the host, keeps it in the pool, and knows its limits.
+
+The control law has tests in guest-driver/tests/autosize_test.c. Here it runs with short times.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import WHERE, checksums, driver_vm, growth, load, programs, settle, stats, wait_state
+from test_guest_command import COMMAND, NO_DRIVER, SOME, USAGE, command, refused
+from test_reporting import BALLOON, ORDER, REPORTED_SECONDS, allocated
+
+from harness import disk
+from harness.daemon import Daemon
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import HarnessError
+from harness.session import Session
+from harness.vm import MIB, Tmem, Vm
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+RAM_BYTES = 512 * MIB
+FILE, FILE_MIB = f"{WHERE}/file", 240
+FILE_PAGES = FILE_MIB * 256
+FLOOR_MIB = 32
+RETURNED_MIB = 170  # less than FILE_MIB - FLOOR_MIB
+CGROUPS = "/sys/fs/cgroup"
+RECLAIM = "/bin/reclaim"
+LOG, PID = "/tmp/autosize.log", "/tmp/autosize.pid"
+# Every step is a large one, and the first pause is short.
+SHORT = f"--boot=0 --idle=0 --pause=5 --floor={FLOOR_MIB}M"
+SECONDS = 120.0  # longest time for the service to reach a state, on a loaded machine
+
+
+def boot(
+    session: Session, kernel: Kernel, module: Path, arguments: list[str]
+) -> tuple[Daemon, Vm, Guest]:
+    """Boots a guest whose page cache has all pages of FILE."""
+    tree = session.directory / "tree"
+    tree.mkdir()
+    with (tree / "file").open("wb") as file:
+        for number in range(FILE_PAGES):
+            file.write(number.to_bytes(8, "little") * 512)
+    image = disk.ext4(session.directory / "data.img", (FILE_MIB + 64) * MIB, tree)
+    daemon = session.daemon("vm1", pool_size="400MiB")
+    daemon.start()
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        memory_bytes=RAM_BYTES,
+        disks=[Disk("data", image)],
+        arguments=arguments,
+        modules=["virtio_balloon"],
+        files={**command(), **programs(RECLAIM)},
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    guest.sh(f"mkdir -p /run {CGROUPS} && mount -t cgroup2 none {CGROUPS}")
+    guest.sh(f"cat {FILE} >/dev/null", 120)
+    return daemon, vm, guest
+
+
+def serve(guest: Guest, options: str = SHORT) -> None:
+    guest.sh(f"{COMMAND} autosize {options} >{LOG} 2>&1 </dev/null & echo $! >{PID}")
+    until(lambda: guest.run(f"{COMMAND} autosize --status").status == 0, SECONDS, "autosize runs")
+
+
+def end(guest: Guest) -> None:
+    guest.sh(f"kill $(cat {PID})")
+    until(lambda: guest.run(f"{COMMAND} autosize --status").status, SECONDS, "autosize ends")
+
+
+def status(guest: Guest) -> dict[str, Any]:
+    found = json.loads(guest.sh(f"{COMMAND} --json autosize --status"))
+    assert isinstance(found, dict)
+    return found
+
+
+def wait_reason(guest: Guest, reason: str) -> dict[str, Any]:
+    """Waits until the service gives a reason; returns its status."""
+    found: dict[str, Any] = {}
+
+    def matches() -> bool:
+        nonlocal found
+        found = status(guest)
+        return reason in found["reason"]
+
+    try:
+        until(matches, SECONDS, f"autosize says '{reason}'")
+    except HarnessError as error:
+        raise AssertionError(f"{error}: {found}, {guest.sh(f'cat {LOG}')}") from None
+    return found
+
+
+def evicted(guest: Guest) -> int:
+    """Returns the number of file pages that the guest's kernel has evicted."""
+    return int(guest.sh("grep '^pgsteal_file ' /proc/vmstat").split()[1])
+
+
+def test_an_idle_guest_returns_page_cache_and_reads_it_from_the_pool(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    daemon, vm, guest = boot(session, kernel, module, BALLOON)
+    refused(guest, "autosize --status", SOME, "does not run")
+    for wrong in ("--once=", "--once=0", "--floor=1T", "--pause=0", "--order=10", "--idle=x", "x"):
+        refused(guest, f"autosize {wrong}", USAGE, "usage: tmem-guest autosize")
+    refused(guest, "status --status", USAGE, "usage: tmem-guest status")
+
+    before, full = settle(guest), allocated(vm)
+    answer = json.loads(guest.sh(f"{COMMAND} --json autosize --once=8M --floor={FLOOR_MIB}M"))
+    assert answer["returned_bytes"] >= 8 * MIB and answer["why"] is None
+    refused(guest, f"autosize --once=8M --floor={RAM_BYTES}", SOME, "returned nothing")
+
+    order = guest.read(ORDER)
+    serve(guest)
+    refused(guest, f"autosize {SHORT}", SOME, "runs already")
+    wait_reason(guest, "returning")
+    assert guest.read(ORDER) == "4"
+    until(lambda: allocated(vm) <= full - RETURNED_MIB * MIB, REPORTED_SECONDS, "memory returns")
+    found = wait_reason(guest, "floor")
+    grown = growth(before, settle(guest))
+    print(f"allocated: {full} before, {allocated(vm)} after; {found}; {grown}")
+    assert found["returned_bytes"] >= RETURNED_MIB * MIB
+    assert found["file_bytes"] >= FLOOR_MIB * MIB * 0.9
+    assert grown["puts_lost"] <= grown["puts_eligible"] * 0.01
+
+    # The pages come from the pool, and are right. That they come back makes the service pause.
+    held = checksums(guest, [FILE])
+    after = growth(before, stats(guest))
+    assert after["hits"] >= found["returned_bytes"] / 4096 * 0.95
+    print(guest.sh(f"cat {LOG}"))
+    end(guest)
+    assert guest.read(ORDER) == order
+    refused(guest, "autosize --status", SOME, "does not run")
+    daemon.terminate()
+    wait_state(guest, "offline")
+    guest.drop_caches()
+    assert checksums(guest, [FILE]) == held
+
+
+def test_autosize_pauses_after_a_stall_and_stops_without_the_cache(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    daemon, _, guest = boot(session, kernel, module, BALLOON)
+    # Small steps, so that the page cache does not reach its floor before the stall.
+    serve(guest, "--boot=0 --idle=10000 --pause=5 --floor=32M")
+    wait_reason(guest, "returning")
+    group = f"{CGROUPS}/small"
+    guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control; mkdir {group}")
+    guest.sh(f"echo 8M >{group}/memory.max; truncate -s {2 * RAM_BYTES} {WHERE}/sparse")
+    reader = guest.start(
+        f"echo $$ >{group}/cgroup.procs; while :; do cat {WHERE}/sparse >/dev/null; done", 600
+    )
+    found = wait_reason(guest, "waited for memory")
+    assert found["state"] == "paused" and found["pause_seconds"] <= 5
+    until(lambda: status(guest)["pause_seconds"] > 5, SECONDS, "the pause doubles")
+    guest.sh(f"echo 1 >{group}/cgroup.kill")
+    reader.wait()
+    lines = guest.sh(f"cat {LOG}")
+    print(lines)
+    assert "stopped: tasks waited for memory; next try in 5 s" in lines
+
+    daemon.terminate()
+    wait_state(guest, "offline")
+    wait_reason(guest, "cache is not on")
+    before = evicted(guest)
+    refused(guest, "autosize --once=8M", NO_DRIVER, "returned nothing")
+    guest.sh("sleep 3")
+    assert evicted(guest) == before
+    end(guest)
+
+
+def test_autosize_needs_free_page_reporting(session: Session, kernel: Kernel, module: Path) -> None:
+    _, _, guest = boot(session, kernel, module, ["-device", "virtio-balloon-pci"])
+    serve(guest)
+    wait_reason(guest, "free page reporting")
+    before = evicted(guest)
+    refused(guest, "autosize --once=8M", SOME, "returned nothing")
+    assert evicted(guest) == before
+    end(guest)
+    answer = json.loads(guest.sh(f"{COMMAND} --json autosize --once=8M --without-reporting"))
+    assert answer["returned_bytes"] >= 8 * MIB
