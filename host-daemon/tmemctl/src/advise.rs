@@ -11,7 +11,7 @@ use crate::client::stats;
 use crate::exit::Failure;
 use crate::output::Output;
 use crate::reach::{Reach, within_timeout};
-use crate::show::percent_word;
+use crate::show::{percent_word, size_or_dash};
 use crate::table::{Align, Column, TableArguments, choose, column, size};
 use clap::Args;
 use serde::Serialize;
@@ -56,6 +56,9 @@ pub struct Advice {
     /// Lost hits with 25, 50 and 75 % less memory, in percent of all gets.
     loss_percent: Option<[f64; 3]>,
     can_give_up_bytes: i64,
+    /// Memory of the VM that the host does not spend: the guest has returned or never used it.
+    /// None if it is not known.
+    returned_bytes: Option<i64>,
     /// Confidence in the advice: "none", "low" or "good".
     confidence: &'static str,
     advice: String,
@@ -178,6 +181,9 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         gain_percent: known.then_some(gain),
         loss_percent: known.then_some(loss),
         can_give_up_bytes,
+        returned_bytes: vm
+            .memory_resident_bytes
+            .map(|resident| (vm.memory_bytes - resident).max(0)),
         confidence,
         advice,
     }
@@ -201,7 +207,7 @@ fn signed_text(values: Option<[f64; 3]>, nth: usize, sign: &str) -> String {
 }
 
 /// Columns of the table that `tmemctl advise` prints.
-const COLUMNS: [Column<Advice>; 12] = [
+const COLUMNS: [Column<Advice>; 13] = [
     column("NAME", Align::Left, |advice, _| advice.name.clone()),
     column("GETS", Align::Right, |advice, _| advice.gets.to_string()),
     column("HIT-RATE", Align::Right, |advice, _| {
@@ -228,6 +234,9 @@ const COLUMNS: [Column<Advice>; 12] = [
     }),
     column("CAN-GIVE-UP", Align::Right, |advice, sizes| {
         sizes.text(advice.can_give_up_bytes)
+    }),
+    column("RETURNED", Align::Right, |advice, sizes| {
+        size_or_dash(advice.returned_bytes, sizes)
     }),
     column("CONFIDENCE", Align::Left, |advice, _| {
         advice.confidence.into()
@@ -414,6 +423,18 @@ mod tests {
         assert_eq!(
             (advice.confidence, &*advice.advice),
             ("good", "the VM has enough memory in the pool")
+        );
+    }
+
+    #[test]
+    fn advice_counts_memory_that_the_host_does_not_spend() {
+        let advice = advise(|vm| {
+            (vm.memory_bytes, vm.memory_resident_bytes) = (1 << 30, Some(300 << 20));
+        });
+        assert_eq!(advice.returned_bytes, Some(724 << 20));
+        assert_eq!(
+            advise(|vm| vm.memory_resident_bytes = None).returned_bytes,
+            None
         );
     }
 

@@ -15,7 +15,8 @@ fn or_dash(value: Option<&str>) -> String {
     value.unwrap_or("-").into()
 }
 
-fn size_or_dash(bytes: Option<i64>, sizes: Sizes) -> String {
+/// Formats a size that may be unknown.
+pub fn size_or_dash(bytes: Option<i64>, sizes: Sizes) -> String {
     bytes.map_or("-".into(), |bytes| sizes.text(bytes))
 }
 
