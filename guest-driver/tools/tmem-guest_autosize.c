@@ -70,8 +70,9 @@ const char autosize_text[] =
 "                       (120)\n"
 "  --pause=SECONDS      shortest pause; the longest is ten times as long (60)\n"
 "  --order=N            report free blocks of 2^N pages to the host (4). With 9,\n"
-"                       the kernel's default, compacts memory after each 256 MiB:\n"
-"                       use that if the host backs the guest with huge pages\n"
+"                       the kernel's default, compacts memory after each 256 MiB\n"
+"                       and when it stops: use that if the host backs the guest\n"
+"                       with transparent huge pages\n"
 "  --without-reporting  return memory although the host does not take it back\n"
 "\n"
 "SIZE is a number of bytes, with K, M or G for powers of 1,024.\n"
@@ -289,7 +290,7 @@ static void cpu_ticks(struct autosize_sample *sample)
 static struct {
 	bool no_swappiness;		/* memory.reclaim does not know swappiness= */
 	uint64_t evicted;		/* pages that this program has evicted */
-	uint64_t compact_at;		/* next value of evicted at which to compact */
+	uint64_t compacted;		/* value of evicted at the last compaction */
 	char old_order[32];		/* order of reports before this program changed it */
 } own;
 
@@ -317,6 +318,14 @@ static void set_order(void)
 		return;
 	if (write_text(REPORTING "/page_reporting_order", wanted) && !*own.old_order)
 		snprintf(own.old_order, sizeof(own.old_order), "%s", now);
+}
+
+/* Makes large free blocks of the reclaimed pages, if the kernel reports only such blocks. */
+static void compact(void)
+{
+	if (options.order == ORDER_LARGE && own.evicted != own.compacted)
+		write_text(COMPACT, "1");
+	own.compacted = own.evicted;
 }
 
 /*
@@ -356,11 +365,8 @@ static bool reclaim(uint64_t bytes)
 	}
 	close(device);
 	own.evicted += evicted_pages() - before;
-	if (options.order == ORDER_LARGE &&
-	    own.evicted * AUTOSIZE_PAGE_BYTES >= own.compact_at) {
-		write_text(COMPACT, "1");
-		own.compact_at = own.evicted * AUTOSIZE_PAGE_BYTES + COMPACT_BYTES;
-	}
+	if ((own.evicted - own.compacted) * AUTOSIZE_PAGE_BYTES >= COMPACT_BYTES)
+		compact();
 	return go_on;
 }
 
@@ -509,6 +515,7 @@ static void serve(const sigset_t *signals)
 			if (!reclaim(bytes))
 				break;
 		} else if (why != said && why != AUTOSIZE_WAITING) {
+			compact();
 			report((own.evicted - from) * AUTOSIZE_PAGE_BYTES,
 			       said == AUTOSIZE_RETURNING ? now.now_s - began_s : 0, why,
 			       law.until_s > now.now_s ? law.until_s - now.now_s : 0);
@@ -538,6 +545,7 @@ static void once(void)
 	uint64_t begun_us = stall_us(), left, before = 0;
 	double began_s = uptime_s();
 
+	/* The order stays in force at the end, because the kernel reports free memory later. */
 	set_order();
 	while (!is_ended()) {
 		sample(&now);
@@ -558,6 +566,7 @@ static void once(void)
 		if (!reclaim(left))
 			return;
 	}
+	compact();
 	if (why != AUTOSIZE_RETURNING)
 		report(own.evicted * AUTOSIZE_PAGE_BYTES, uptime_s() - began_s, why, 0);
 	else if (json)
@@ -595,7 +604,6 @@ void do_autosize(void)
 		}
 		own.no_swappiness = true;
 	}
-	own.compact_at = COMPACT_BYTES;
 	sigemptyset(&signals);
 	sigaddset(&signals, SIGTERM);
 	sigaddset(&signals, SIGINT);
