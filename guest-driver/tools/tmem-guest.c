@@ -65,7 +65,7 @@ static const char usage_text[] =
 "\n"
 "Exit status: 0 success; 1 a part of the command failed; 2 wrong usage; 3 the\n"
 "driver is off or not loaded; 4 the driver does not serve the file system; 5 the\n"
-"user does not own a file.\n";
+"user does not own a file; 6 the kernel or the module lacks a function.\n";
 
 static const char status_text[] =
 "usage: tmem-guest status [--json]\n"

@@ -18,6 +18,7 @@ enum {
 	EXIT_NO_DRIVER = 3,
 	EXIT_NOT_SERVED = 4,
 	EXIT_NOT_OWNER = 5,
+	EXIT_UNSUPPORTED = 6,	/* the kernel or the loaded module lacks a function */
 };
 
 #define __printf(format_at, first) __attribute__((format(printf, format_at, first)))

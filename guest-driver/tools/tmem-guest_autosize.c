@@ -20,7 +20,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -77,7 +76,7 @@ const char autosize_text[] =
 "\n"
 "SIZE is a number of bytes, with K, M or G for powers of 1,024.\n"
 "Exit status: 1 if --once returned nothing, or if no service runs for --status; 3\n"
-"if the cache is off or not loaded.\n";
+"if the cache is off or not loaded; 6 if kernel or module lack a function.\n";
 
 static struct {
 	bool status, without_reporting;
@@ -344,7 +343,7 @@ static bool reclaim(uint64_t bytes)
 		return true;	/* the module was removed: the next sample shows that */
 	if (ioctl(device, VIRTIO_TMEM_IOC_PACE) && errno != EBUSY) {
 		if (errno == ENOTTY)
-			fail(EXIT_NO_DRIVER, "the loaded module is older than this command: load the installed module");
+			fail(EXIT_UNSUPPORTED, "the loaded module is older than this command: load the installed module");
 		else
 			fail(EXIT_SOME, "%s: %s: run the command as root", VIRTIO_TMEM_DEVICE,
 			     strerror(errno));
@@ -432,16 +431,25 @@ static void write_status(const struct autosize *law, enum autosize_why why)
 		rename(RUN "/status.new", RUN "/status");
 }
 
-/* Returns a descriptor that holds the lock of the service, or -1 if a service runs. */
-static int take_lock(void)
+/* Takes the lock of the service until the program ends. Returns false if that is not possible. */
+static bool take_lock(void)
 {
-	int fd = open(RUN "/lock", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+	struct flock lock = { .l_type = F_WRLCK };
+	int fd = open(RUN "/lock", O_RDWR | O_CREAT | O_CLOEXEC, 0644);
 
-	if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB)) {
+	return fd >= 0 && !fcntl(fd, F_OFD_SETLK, &lock);
+}
+
+/* Returns whether a service runs. It takes no lock, with which a service could not start. */
+static bool is_locked(void)
+{
+	struct flock lock = { .l_type = F_WRLCK };
+	int fd = open(RUN "/lock", O_RDONLY | O_CLOEXEC);
+	bool locked = fd >= 0 && !fcntl(fd, F_OFD_GETLK, &lock) && lock.l_type != F_UNLCK;
+
+	if (fd >= 0)
 		close(fd);
-		fd = -1;
-	}
-	return fd;
+	return locked;
 }
 
 static void show_status(void)
@@ -449,9 +457,8 @@ static void show_status(void)
 	char line[512], *value;
 	FILE *file = fopen(RUN "/status", "re");
 	bool first = true;
-	int fd = take_lock();
 
-	if (fd >= 0 || !file) {
+	if (!file || !is_locked()) {
 		fail(EXIT_SOME, "autosize does not run: try systemctl start tmem-guest-autosize");
 	} else {
 		while (fgets(line, sizeof(line), file)) {
@@ -476,8 +483,6 @@ static void show_status(void)
 		if (json)
 			puts("}");
 	}
-	if (fd >= 0)
-		close(fd);
 	if (file)
 		fclose(file);
 }
@@ -497,7 +502,7 @@ static void serve(const sigset_t *signals)
 		fail(EXIT_SOME, "%s: %s: run the command as root", RUN, strerror(errno));
 		return;
 	}
-	if (take_lock() < 0) {
+	if (!take_lock()) {
 		fail(EXIT_SOME, "%s/lock: cannot be locked: autosize runs already, or run the command as root",
 		     RUN);
 		return;
@@ -592,13 +597,14 @@ void do_autosize(void)
 	if (options.once_bytes && !driver_state(state, sizeof(state)))
 		return;
 	if (stall_us() == UINT64_MAX) {
-		fail(EXIT_SOME, "/proc/pressure/memory is missing: boot the kernel with psi=1");
+		fail(EXIT_UNSUPPORTED, "/proc/pressure/memory is missing: boot the kernel with psi=1");
 		return;
 	}
 	/* A reclaim of no bytes shows whether the kernel knows the key. */
 	if (!write_text(RECLAIM, "0 swappiness=0")) {
 		if (errno != EINVAL) {
-			fail(EXIT_SOME, "%s: %s: run the command as root, with version 2 of control groups",
+			fail(errno == ENOENT ? EXIT_UNSUPPORTED : EXIT_SOME,
+			     "%s: %s: run the command as root, with version 2 of control groups",
 			     RECLAIM, strerror(errno));
 			return;
 		}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from driver import WHERE, checksums, driver_vm, growth, load, programs, settle, stats, wait_state
-from test_guest_command import COMMAND, NO_DRIVER, SOME, USAGE, command, refused
+from test_guest_command import COMMAND, NO_DRIVER, SOME, UNSUPPORTED, USAGE, command, refused
 from test_reporting import BALLOON, ORDER, REPORTED_SECONDS, allocated
 
 from harness import disk
@@ -139,6 +139,10 @@ def test_an_idle_guest_returns_page_cache_and_reads_it_from_the_pool(
     assert guest.read(ORDER) == "4"
     until(lambda: allocated(vm) <= full - RETURNED_MIB * MIB, REPORTED_SECONDS, "memory returns")
     found = wait_reason(guest, "floor")
+    # Every user may read the status.
+    guest.sh("mkdir -p /etc && echo user:x:1000:1000::/:/bin/sh >/etc/passwd")
+    guest.sh(f"mkdir /tmp/bin && cp {COMMAND} /tmp/bin/t && chmod 755 /tmp /tmp/bin /tmp/bin/t")
+    assert "returned_bytes" in guest.sh("su user -c '/tmp/bin/t autosize --status'")
     grown = growth(before, settle(guest))
     print(f"allocated: {full} before, {allocated(vm)} after; {found}; {grown}")
     assert found["returned_bytes"] >= RETURNED_MIB * MIB
@@ -201,3 +205,11 @@ def test_autosize_needs_free_page_reporting(session: Session, kernel: Kernel, mo
     end(guest)
     answer = json.loads(guest.sh(f"{COMMAND} --json autosize --once=8M --without-reporting"))
     assert answer["returned_bytes"] >= 8 * MIB
+
+    # The service says at its end what it has returned.
+    serve(guest, "--boot=0 --idle=10000 --floor=32M --without-reporting")
+    wait_reason(guest, "returning memory")
+    end(guest)
+    assert "stopped: the service ends" in guest.sh(f"cat {LOG}")
+    guest.sh(f"umount {CGROUPS}")
+    refused(guest, "autosize", UNSUPPORTED, "version 2 of control groups")

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 COMMAND = "/bin/tmem-guest"
 PAGES = FILE_BYTES // 4096  # number of pages of a file
 # Exit statuses of tmem-guest.
-SOME, USAGE, NO_DRIVER, NOT_SERVED, NOT_OWNER = 1, 2, 3, 4, 5
+SOME, USAGE, NO_DRIVER, NOT_SERVED, NOT_OWNER, UNSUPPORTED = 1, 2, 3, 4, 5, 6
 
 
 def command() -> dict[str, Path]:
