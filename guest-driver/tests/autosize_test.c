@@ -53,6 +53,8 @@ static struct {
 	uint64_t read_at[UNITS];
 	uint64_t reads;			/* number of the last read */
 	unsigned int kept_percent;	/* share of evicted units that the pool keeps */
+	bool late;			/* the host refuses the others later, the driver does not */
+	uint64_t refused;		/* pages that it will have refused at the next sample */
 	struct autosize_sample now;
 	struct autosize law;
 	enum autosize_why why;
@@ -75,13 +77,14 @@ static void read_unit(unsigned int unit)
 	guest.known[unit] = true;
 }
 
-/* Evicts the units that were read longest ago. */
+/* Evicts the units that were read longest ago, until the law stops the step. */
 static void reclaim(uint64_t bytes)
 {
 	static const uint64_t never = UINT64_MAX;
+	struct autosize_sample begun = guest.now;
 	unsigned int unit, oldest = 0;
 
-	for (; bytes >= UNIT_BYTES; bytes -= UNIT_BYTES) {
+	for (; bytes >= UNIT_BYTES && !autosize_stop(&begun, &guest.now); bytes -= UNIT_BYTES) {
 		uint64_t at = never;
 
 		for (unit = 0; unit < UNITS; unit++) {
@@ -96,7 +99,8 @@ static void reclaim(uint64_t bytes)
 		guest.now.file_bytes -= UNIT_BYTES;
 		guest.now.evicted += UNIT_PAGES;
 		guest.now.own += UNIT_PAGES;
-		guest.now.kept += guest.pooled[oldest] ? UNIT_PAGES : 0;
+		guest.now.taken += guest.pooled[oldest] || guest.late ? UNIT_PAGES : 0;
+		guest.refused += !guest.pooled[oldest] && guest.late ? UNIT_PAGES : 0;
 	}
 }
 
@@ -107,6 +111,7 @@ static void start(double uptime_s)
 
 	memset(&guest, 0, sizeof(guest));
 	guest.kept_percent = 100;
+	guest.now.cpus = 1;
 	guest.now.now_s = uptime_s;
 	guest.now.on = true;
 	guest.now.reports = true;
@@ -127,6 +132,8 @@ static uint64_t second(unsigned int set, unsigned int reads, unsigned int load)
 	guest.now.now_s++;
 	guest.now.ticks += TICKS;
 	guest.now.busy += TICKS * load / 100;
+	guest.now.failed += guest.refused;
+	guest.refused = 0;
 	step = autosize_step(&guest.law, &limits, &guest.now, &guest.why);
 	CHECK((guest.why == AUTOSIZE_RETURNING) == (step > 0));
 	CHECK(step <= AUTOSIZE_STEP_BYTES_MAX * AUTOSIZE_IDLE_FACTOR);
@@ -229,6 +236,9 @@ static void obstacles_prevent_reclaim(void)
 	CHECK(guest.why == AUTOSIZE_RETURNING && guest.now.own);
 	guest.now.on = false;
 	CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_CACHE_OFF);
+	/* The law does not count what the kernel evicts meanwhile. */
+	guest.now.evicted += 100000;
+	CHECK(!second(1, 1, 1));
 	guest.now.on = true;
 	CHECK(second(1, 1, 1));
 	guest.now.reports = false;
@@ -249,6 +259,136 @@ static void pages_that_the_pool_does_not_keep_end_reclaim(void)
 	guest.kept_percent = 50;
 	quiet_seconds(5);
 	CHECK(guest.why == AUTOSIZE_UNKEPT);
+}
+
+/* The host refuses pages some time after the driver has sent them. That ends reclaim, too. */
+static void pages_that_the_host_refuses_later_end_reclaim(void)
+{
+	start(1000);
+	guest.kept_percent = 0;
+	guest.late = true;
+	quiet_seconds(5);
+	CHECK(guest.why == AUTOSIZE_UNKEPT);
+	quiet_seconds(HOUR);
+	CHECK(guest.now.own * AUTOSIZE_PAGE_BYTES < 100 * MIB);
+
+	/* More pages may be refused between two samples than are sent. */
+	start(1000);
+	quiet_seconds(20);
+	guest.now.failed += guest.now.taken;
+	CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_UNKEPT);
+	/* Refusals of pages that were evicted before the service began do not count. */
+	start(1000);
+	quiet_seconds(1);
+	guest.now.failed += 100000;
+	quiet_seconds(10);
+	CHECK(guest.why == AUTOSIZE_RETURNING);
+}
+
+/* The driver's counters begin again when the module is loaded again. */
+static void counters_of_a_new_driver_do_not_count_as_losses(void)
+{
+	start(1000);
+	quiet_seconds(20);
+	CHECK(guest.why == AUTOSIZE_RETURNING && guest.now.taken);
+	guest.now.hits = 5000;
+	guest.now.failed = 100;
+	CHECK(second(1, 1, 1));
+	guest.now.taken = 0;
+	guest.now.hits = 0;
+	guest.now.failed = 0;
+	CHECK(second(1, 1, 1));
+	quiet_seconds(5);
+	CHECK(guest.why == AUTOSIZE_RETURNING);
+	guest.kept_percent = 0;
+	quiet_seconds(5);
+	CHECK(guest.why == AUTOSIZE_UNKEPT);
+}
+
+/* A large step of an idle guest ends before much is lost. */
+static void a_step_ends_when_it_harms(void)
+{
+	const struct autosize_sample begun = { .on = true, .evicted = 7, .taken = 5, .failed = 1 };
+	struct autosize_sample now = begun;
+	uint64_t before;
+
+	start(1000);
+	quiet_seconds(120);
+	before = guest.now.own;
+	CHECK(second(1, 1, 1) > AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(guest.now.own - before > 2 * AUTOSIZE_UNKEPT_PAGES_MIN);
+	guest.kept_percent = 0;
+	before = guest.now.own;
+	CHECK(second(1, 1, 1) > AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(guest.now.own - before <= AUTOSIZE_UNKEPT_PAGES_MIN + UNIT_PAGES);
+
+	now.evicted += 2000 + AUTOSIZE_UNKEPT_PAGES_MIN;
+	now.taken += 2000;
+	now.stall_us += AUTOSIZE_STALL_WAIT_US;
+	CHECK(!autosize_stop(&begun, &now));
+	now.failed++;
+	CHECK(autosize_stop(&begun, &now));
+	now = begun;
+	now.taken++;			/* a put precedes its eviction */
+	CHECK(!autosize_stop(&begun, &now));
+	now = begun;
+	now.stall_us += AUTOSIZE_STALL_WAIT_US + 1;
+	CHECK(autosize_stop(&begun, &now));
+	now = begun;
+	now.on = false;
+	CHECK(autosize_stop(&begun, &now));
+}
+
+/* A user who comes back and reads some files causes one pause, however long the reads last. */
+static void an_event_causes_one_pause(void)
+{
+	unsigned int seconds, t, why;
+
+	for (seconds = 1; seconds <= 40; seconds += 39) {
+		start(1000);
+		quiet_seconds(20);
+		for (t = 0, why = 0; t < 200; t++) {
+			if (t < seconds) {
+				guest.now.refaults += 2000;
+				guest.now.hits += 2000;
+			}
+			second(1, 1, 1);
+			CHECK(t || guest.why == AUTOSIZE_BACK);
+			why += guest.why != AUTOSIZE_RETURNING && guest.why != AUTOSIZE_FLOOR;
+		}
+		CHECK(why == limits.pause_s);
+	}
+}
+
+/* One busy thread is load, on any number of processors. So is a time in which the guest slept. */
+static void a_busy_thread_prevents_large_steps(void)
+{
+	unsigned int t, busy;
+	uint64_t step;
+
+	for (busy = 20; busy <= 30; busy += 10) {
+		start(1000);
+		guest.now.cpus = 32;
+		quiet_seconds(1);
+		for (t = 0; t < 200; t++) {
+			guest.now.ticks += 31 * TICKS;
+			step = second(1, 1, busy);
+			CHECK(step || guest.why == AUTOSIZE_FLOOR);
+			CHECK(busy == 20 || step <= AUTOSIZE_STEP_BYTES_MAX);
+		}
+		CHECK((guest.why == AUTOSIZE_FLOOR) == (busy == 20));
+	}
+	start(1000);
+	quiet_seconds(100);
+	guest.now.now_s += HOUR;
+	CHECK(second(1, 1, 1) <= AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(guest.why == AUTOSIZE_RETURNING);
+	/* The kernel's sum of idle time may fall, which does not show that the guest is idle. */
+	quiet_seconds(10);
+	CHECK(guest.law.busy_at_s < guest.now.now_s);
+	guest.now.ticks -= 2 * TICKS;
+	quiet_seconds(1);
+	CHECK(guest.law.busy_at_s == guest.now.now_s);
 }
 
 /* Reads of reclaimed pages from the disk end reclaim sooner than reads from the pool. */
@@ -306,6 +446,11 @@ int main(int argc, char **argv)
 	pauses_after_stalls_double();
 	obstacles_prevent_reclaim();
 	pages_that_the_pool_does_not_keep_end_reclaim();
+	pages_that_the_host_refuses_later_end_reclaim();
+	counters_of_a_new_driver_do_not_count_as_losses();
+	a_step_ends_when_it_harms();
+	an_event_causes_one_pause();
+	a_busy_thread_prevents_large_steps();
 	pages_that_come_back_end_reclaim();
 	fruitless_steps_are_not_repeated();
 	steps_are_limited();

@@ -20,9 +20,15 @@
 #define AUTOSIZE_STEP_PART	256
 #define AUTOSIZE_STEP_BYTES_MAX	(4ull << 20)
 #define AUTOSIZE_STEP_BYTES_MIN	(128ull << 10)
-/* Factor of steps while the processors are idle: less than IDLE_BUSY of their time is in use. */
+/*
+ * Factor of steps while the processors are idle: less than IDLE_BUSY of their time and less than
+ * IDLE_BUSY_ONE of the time of one of them is in use. If a sample comes later than GAP_S, the guest
+ * did not run, and what its processors will do is not known.
+ */
 #define AUTOSIZE_IDLE_FACTOR	10
 #define AUTOSIZE_IDLE_BUSY	0.05
+#define AUTOSIZE_IDLE_BUSY_ONE	0.25
+#define AUTOSIZE_GAP_S		10
 /* Time for which tasks waited for memory during the last samples: wait for better times, pause. */
 #define AUTOSIZE_STALL_SAMPLES	6
 #define AUTOSIZE_STALL_WAIT_US	2000
@@ -59,6 +65,8 @@ enum autosize_why {
 	AUTOSIZE_DISK,		/* reclaimed pages were read again from the disk */
 	AUTOSIZE_UNKEPT,	/* evicted pages do not reach the pool */
 	AUTOSIZE_NOTHING,	/* the kernel found no page to reclaim */
+	/* not of the law */
+	AUTOSIZE_ENDED,		/* the service ends */
 	NR_AUTOSIZE_WHY
 };
 
@@ -69,16 +77,18 @@ struct autosize_limits {
 	uint64_t floor_bytes;	/* file pages that stay in memory */
 };
 
-/* State of a guest. Counters count from any start and never decrease. */
+/* State of a guest. Only taken, failed and hits, which the driver counts, may begin again at 0. */
 struct autosize_sample {
 	double now_s;			/* time since the guest's start */
 	bool on, reports, swaps;	/* see CACHE_OFF, NO_REPORTING and SWAP */
 	uint64_t stall_us;		/* time for which tasks waited for memory */
 	uint64_t busy, ticks;		/* processor time in use, and all processor time */
+	unsigned int cpus;
 	uint64_t file_bytes;		/* file pages in memory */
 	uint64_t evicted;		/* file pages that the kernel has evicted */
 	uint64_t own;			/* the part of these that the service has evicted */
-	uint64_t kept;			/* evicted pages that went to the pool */
+	uint64_t taken;			/* evicted pages that the driver sent to the pool */
+	uint64_t failed;		/* those of them that the pool does not have: known later */
 	uint64_t refaults;		/* file pages that were read again after an eviction */
 	uint64_t hits;			/* pages that came from the pool */
 };
@@ -104,9 +114,29 @@ static inline double autosize_pause_s(const struct autosize_limits *limits, unsi
 	return pause < limits->pause_max_s ? pause : limits->pause_max_s;
 }
 
-static inline void autosize_count(double *recent, uint64_t now, uint64_t then, double keep)
+/* Adds a difference, which may be negative, to a number of recent pages, which may not. */
+static inline void autosize_count(double *recent, uint64_t pages, double keep)
 {
-	*recent = *recent * keep + (now - then);
+	double sum = *recent * keep + (int64_t)pages;
+
+	*recent = sum > 0 ? sum : 0;
+}
+
+/* Forgets the recent pages, so that later pages alone decide. */
+static inline void autosize_forget(struct autosize *law)
+{
+	law->own = 0;
+	law->back = 0;
+	law->disk = 0;
+	law->evicted = 0;
+	law->kept = 0;
+}
+
+/* Returns the number of pages that went to the pool since a sample, without those that failed. */
+static inline uint64_t autosize_kept(const struct autosize_sample *now,
+				     const struct autosize_sample *then)
+{
+	return (now->taken - then->taken) - (now->failed - then->failed);
 }
 
 /* Adds a sample to the sums of recent pages, and returns the stall during the last samples. */
@@ -117,18 +147,27 @@ static inline uint64_t autosize_add(struct autosize *law, const struct autosize_
 	double keep = AUTOSIZE_RECENT_S / (AUTOSIZE_RECENT_S + seconds);
 	uint64_t refaults = now->refaults - last->refaults, hits = now->hits - last->hits;
 	uint64_t disk = refaults > hits ? refaults - hits : 0, stall_us = 0;
+	int64_t busy = now->busy - last->busy, ticks = now->ticks - last->ticks;
+	double part = AUTOSIZE_IDLE_BUSY;
 	unsigned int i;
 
-	autosize_count(&law->own, now->own, last->own, keep);
-	autosize_count(&law->evicted, now->evicted, last->evicted, keep);
-	autosize_count(&law->kept, now->kept, last->kept, keep);
-	autosize_count(&law->back, refaults, 0, keep);
-	autosize_count(&law->disk, disk, 0, keep);
+	if (now->taken < last->taken) {
+		/* The module was loaded again. */
+		autosize_forget(law);
+	} else {
+		autosize_count(&law->own, now->own - last->own, keep);
+		autosize_count(&law->evicted, now->evicted - last->evicted, keep);
+		autosize_count(&law->kept, autosize_kept(now, last), keep);
+		autosize_count(&law->back, refaults, keep);
+		autosize_count(&law->disk, disk, keep);
+	}
 	law->stall_us[law->next_stall] = now->stall_us - last->stall_us;
 	law->next_stall = (law->next_stall + 1) % AUTOSIZE_STALL_SAMPLES;
 	for (i = 0; i < AUTOSIZE_STALL_SAMPLES; i++)
 		stall_us += law->stall_us[i];
-	if (now->busy - last->busy > (now->ticks - last->ticks) * AUTOSIZE_IDLE_BUSY)
+	if (now->cpus && AUTOSIZE_IDLE_BUSY_ONE / now->cpus < part)
+		part = AUTOSIZE_IDLE_BUSY_ONE / now->cpus;
+	if (busy > ticks * part || seconds > AUTOSIZE_GAP_S)
 		law->busy_at_s = now->now_s;
 	return stall_us;
 }
@@ -167,6 +206,24 @@ static inline enum autosize_why autosize_obstacle(const struct autosize_limits *
 }
 
 /**
+ * autosize_stop() - decide during a step whether to leave the rest of it
+ * @begun: sample at the beginning of the step
+ * @now: sample after a part of the step; both need on, stall_us, evicted, taken and failed only
+ *
+ * A step can be so large that the next call of autosize_step() would be too late.
+ *
+ * Return: true if the cache is off, tasks waited for memory, or evicted pages reach no pool.
+ */
+static inline bool autosize_stop(const struct autosize_sample *begun,
+				 const struct autosize_sample *now)
+{
+	int64_t unkept = now->evicted - begun->evicted - autosize_kept(now, begun);
+
+	return !now->on || now->stall_us - begun->stall_us > AUTOSIZE_STALL_WAIT_US ||
+	       unkept > AUTOSIZE_UNKEPT_PAGES_MIN;
+}
+
+/**
  * autosize_step() - decide how much to reclaim until the next sample
  * @law: state; a caller that reclaims less than requested only makes the next steps smaller
  * @limits: settings
@@ -181,6 +238,7 @@ static inline uint64_t autosize_step(struct autosize *law, const struct autosize
 	uint64_t step, stall_us, floor, most = AUTOSIZE_STEP_BYTES_MAX;
 	bool fruitless = law->requested && now->own == law->last.own;
 	double seconds = now->now_s - law->last.now_s;
+	bool paused = law->last.now_s < law->until_s;
 	enum autosize_why trouble;
 
 	law->requested = false;
@@ -194,6 +252,9 @@ static inline uint64_t autosize_step(struct autosize *law, const struct autosize
 	stall_us = autosize_add(law, now);
 	law->last = *now;
 	*why = autosize_obstacle(limits, now);
+	/* Pages of a time without steps say nothing about the next steps. */
+	if (*why != AUTOSIZE_RETURNING || paused)
+		autosize_forget(law);
 	if (*why != AUTOSIZE_RETURNING)
 		return 0;
 	*why = law->pause_why;

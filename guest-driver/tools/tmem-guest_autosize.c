@@ -70,8 +70,8 @@ const char autosize_text[] =
 "  --pause=SECONDS      shortest pause; the longest is ten times as long (60)\n"
 "  --order=N            report free blocks of 2^N pages to the host (4). With 9,\n"
 "                       the kernel's default, compacts memory after each 256 MiB\n"
-"                       and when it stops: use that if the host backs the guest\n"
-"                       with transparent huge pages\n"
+"                       and when nothing is left to return: use that if the host\n"
+"                       backs the guest with transparent huge pages\n"
 "  --without-reporting  return memory although the host does not take it back\n"
 "\n"
 "SIZE is a number of bytes, with K, M or G for powers of 1,024.\n"
@@ -103,6 +103,7 @@ static const char *const why_text[NR_AUTOSIZE_WHY] = {
 	[AUTOSIZE_DISK] = "programs read pages again from the disk",
 	[AUTOSIZE_UNKEPT] = "many evicted pages do not reach the pool",
 	[AUTOSIZE_NOTHING] = "the kernel found nothing to reclaim",
+	[AUTOSIZE_ENDED] = "the service ends",
 };
 
 static bool ended;
@@ -282,6 +283,20 @@ static void cpu_ticks(struct autosize_sample *sample)
 		return;
 	sample->busy = user + nice + system + irq + softirq + steal;
 	sample->ticks = sample->busy + idle + iowait;
+	sample->cpus = sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+/* Sets the fields of a sample that autosize_stop() needs. */
+static void sample_step(struct autosize_sample *now)
+{
+	memset(now, 0, sizeof(*now));
+	now->on = is_on();
+	now->stall_us = stall_us();
+	/* Read the number of evicted pages first, because a put precedes its eviction. */
+	now->evicted = evicted_pages();
+	now->taken = counter("puts") + counter("refs");
+	now->failed = counter("puts_refused") + counter("puts_unanswered") + counter("refs_gone") +
+		      counter("refs_unanswered") + counter("refs_dropped");
 }
 
 /* --- reclaim -------------------------------------------------------------------------------- */
@@ -305,6 +320,17 @@ static bool write_text(const char *path, const char *text)
 	return done;
 }
 
+/* Prints once that a file which helps free memory to reach the host cannot be written. */
+static void complain(const char *path)
+{
+	static const char *said;
+
+	if (!said)
+		fprintf(stderr, "tmem-guest: %s: %s: the host takes less memory back\n", path,
+			strerror(errno));
+	said = path;
+}
+
 /* Lets the kernel report small free blocks. On Linux 6.1, a new balloon device resets the order. */
 static void set_order(void)
 {
@@ -315,32 +341,47 @@ static void set_order(void)
 	    !read_line(REPORTING, "page_reporting_order", now, sizeof(now)) ||
 	    !strcmp(now, wanted))
 		return;
-	if (write_text(REPORTING "/page_reporting_order", wanted) && !*own.old_order)
+	if (!write_text(REPORTING "/page_reporting_order", wanted))
+		complain(REPORTING "/page_reporting_order");
+	else if (!*own.old_order)
 		snprintf(own.old_order, sizeof(own.old_order), "%s", now);
 }
 
-/* Makes large free blocks of the reclaimed pages, if the kernel reports only such blocks. */
-static void compact(void)
+/*
+ * Makes large free blocks of the reclaimed pages, if the kernel reports only such blocks. Tasks may
+ * wait for compaction, so it does not follow reclaim that ended because something is wrong.
+ */
+static void compact(enum autosize_why why)
 {
-	if (options.order == ORDER_LARGE && own.evicted != own.compacted)
-		write_text(COMPACT, "1");
+	if (why != AUTOSIZE_RETURNING && why != AUTOSIZE_FLOOR && why != AUTOSIZE_NOTHING)
+		return;
+	if (options.order == ORDER_LARGE && own.evicted != own.compacted &&
+	    !write_text(COMPACT, "1"))
+		complain(COMPACT);
 	own.compacted = own.evicted;
 }
 
 /*
- * Reclaims up to @bytes, for at most half an interval. Returns false, after a message, if the
- * program lacks a permission or the kernel a function.
+ * Reclaims up to @bytes, for at most half an interval, and less if autosize_stop() says so or the
+ * kernel finds fewer pages. Returns false, after a message, if the program lacks a permission or
+ * the kernel a function.
  */
 static bool reclaim(uint64_t bytes)
 {
 	double until_s = uptime_s() + INTERVAL_S / 2;
-	uint64_t before = evicted_pages();
 	int device = open(VIRTIO_TMEM_DEVICE, O_RDWR | O_CLOEXEC);
-	bool go_on = true;
+	struct autosize_sample begun, now;
+	bool go_on = true, stop = false, harm = false;
 	char text[64];
 
-	if (device < 0)
-		return true;	/* the module was removed: the next sample shows that */
+	if (device < 0) {
+		/* The module was removed: the next sample shows that. */
+		if (errno == ENOENT || errno == ENODEV || errno == ENXIO)
+			return true;
+		fail(EXIT_SOME, "%s: %s: run the command as root", VIRTIO_TMEM_DEVICE,
+		     strerror(errno));
+		return false;
+	}
 	if (ioctl(device, VIRTIO_TMEM_IOC_PACE) && errno != EBUSY) {
 		if (errno == ENOTTY)
 			fail(EXIT_UNSUPPORTED, "the loaded module is older than this command: load the installed module");
@@ -350,40 +391,40 @@ static bool reclaim(uint64_t bytes)
 		close(device);
 		return false;
 	}
-	while (go_on && bytes && !is_ended() && uptime_s() < until_s) {
+	sample_step(&begun);
+	while (!stop && !harm && bytes && !is_ended() && uptime_s() < until_s) {
 		uint64_t piece = bytes < PIECE_BYTES ? bytes : PIECE_BYTES;
 
 		snprintf(text, sizeof(text), "%llu%s", (unsigned long long)piece,
 			 own.no_swappiness ? "" : " swappiness=0");
 		/* EAGAIN: the kernel found fewer pages. EINTR: the guest is being suspended. */
-		if (!write_text(RECLAIM, text) && errno != EAGAIN && errno != EINTR) {
-			fail(EXIT_SOME, "%s: %s", RECLAIM, strerror(errno));
-			go_on = false;
+		if (!write_text(RECLAIM, text)) {
+			stop = true;
+			if (errno != EAGAIN && errno != EINTR) {
+				fail(EXIT_SOME, "%s: %s", RECLAIM, strerror(errno));
+				go_on = false;
+			}
 		}
+		sample_step(&now);
+		harm = autosize_stop(&begun, &now);
 		bytes -= piece;
 	}
 	close(device);
-	own.evicted += evicted_pages() - before;
-	if ((own.evicted - own.compacted) * AUTOSIZE_PAGE_BYTES >= COMPACT_BYTES)
-		compact();
+	own.evicted += evicted_pages() - begun.evicted;
+	if (!harm && (own.evicted - own.compacted) * AUTOSIZE_PAGE_BYTES >= COMPACT_BYTES)
+		compact(AUTOSIZE_RETURNING);
 	return go_on;
 }
 
 static void sample(struct autosize_sample *now)
 {
-	memset(now, 0, sizeof(*now));
+	sample_step(now);
 	now->now_s = uptime_s();
-	now->on = is_on();
 	now->reports = reports();
 	now->swaps = own.no_swappiness && has_swap();
-	now->stall_us = stall_us();
 	cpu_ticks(now);
 	now->file_bytes = file_bytes();
 	now->own = own.evicted;
-	/* Read the number of evicted pages first, because a put precedes its eviction. */
-	now->evicted = evicted_pages();
-	now->kept = counter("puts") + counter("refs") - counter("puts_refused") -
-		    counter("puts_unanswered");
 	now->hits = counter("hits");
 	now->refaults = sum_of("/proc/vmstat", "workingset_refault_file", "");
 }
@@ -520,7 +561,7 @@ static void serve(const sigset_t *signals)
 			if (!reclaim(bytes))
 				break;
 		} else if (why != said && why != AUTOSIZE_WAITING) {
-			compact();
+			compact(why);
 			report((own.evicted - from) * AUTOSIZE_PAGE_BYTES,
 			       said == AUTOSIZE_RETURNING ? now.now_s - began_s : 0, why,
 			       law.until_s > now.now_s ? law.until_s - now.now_s : 0);
@@ -538,6 +579,9 @@ static void serve(const sigset_t *signals)
 			ended = sigtimedwait(signals, NULL, &time) > 0;
 		}
 	}
+	if (said == AUTOSIZE_RETURNING)
+		report((own.evicted - from) * AUTOSIZE_PAGE_BYTES, uptime_s() - began_s,
+		       AUTOSIZE_ENDED, 0);
 	if (*own.old_order)
 		write_text(REPORTING "/page_reporting_order", own.old_order);
 	unlink(RUN "/status");
@@ -571,7 +615,7 @@ static void once(void)
 		if (!reclaim(left))
 			return;
 	}
-	compact();
+	compact(why);
 	if (why != AUTOSIZE_RETURNING)
 		report(own.evicted * AUTOSIZE_PAGE_BYTES, uptime_s() - began_s, why, 0);
 	else if (json)

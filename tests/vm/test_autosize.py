@@ -37,6 +37,8 @@ RECLAIM = "/bin/reclaim"
 LOG, PID = "/tmp/autosize.log", "/tmp/autosize.pid"
 # Every step is a large one, and the first pause is short.
 SHORT = f"--boot=0 --idle=0 --pause=5 --floor={FLOOR_MIB}M"
+CACHE_OFF = "the cache is not on (tmem-guest status shows the reason)"
+NO_REPORTING = "the balloon device has no free page reporting, so the host takes no memory back"
 SECONDS = 120.0  # longest time for the service to reach a state, on a loaded machine
 
 
@@ -93,7 +95,7 @@ def wait_reason(guest: Guest, reason: str) -> dict[str, Any]:
     def matches() -> bool:
         nonlocal found
         found = status(guest)
-        return reason in found["reason"]
+        return str(found["reason"]) == reason
 
     try:
         until(matches, SECONDS, f"autosize says '{reason}'")
@@ -135,14 +137,14 @@ def test_an_idle_guest_returns_page_cache_and_reads_it_from_the_pool(
     assert compacted(guest) > scanned and guest.read(ORDER) == order
     serve(guest)
     refused(guest, f"autosize {SHORT}", SOME, "runs already")
-    wait_reason(guest, "returning")
+    wait_reason(guest, "returning memory")
     assert guest.read(ORDER) == "4"
-    until(lambda: allocated(vm) <= full - RETURNED_MIB * MIB, REPORTED_SECONDS, "memory returns")
-    found = wait_reason(guest, "floor")
     # Every user may read the status.
     guest.sh("mkdir -p /etc && echo user:x:1000:1000::/:/bin/sh >/etc/passwd")
     guest.sh(f"mkdir /tmp/bin && cp {COMMAND} /tmp/bin/t && chmod 755 /tmp /tmp/bin /tmp/bin/t")
     assert "returned_bytes" in guest.sh("su user -c '/tmp/bin/t autosize --status'")
+    until(lambda: allocated(vm) <= full - RETURNED_MIB * MIB, REPORTED_SECONDS, "memory returns")
+    found = wait_reason(guest, "the page cache has reached its floor")
     grown = growth(before, settle(guest))
     print(f"allocated: {full} before, {allocated(vm)} after; {found}; {grown}")
     assert found["returned_bytes"] >= RETURNED_MIB * MIB
@@ -169,14 +171,14 @@ def test_autosize_pauses_after_a_stall_and_stops_without_the_cache(
     daemon, _, guest = boot(session, kernel, module, BALLOON)
     # Small steps, so that the page cache does not reach its floor before the stall.
     serve(guest, "--boot=0 --idle=10000 --pause=5 --floor=32M")
-    wait_reason(guest, "returning")
+    wait_reason(guest, "returning memory")
     group = f"{CGROUPS}/small"
     guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control; mkdir {group}")
     guest.sh(f"echo 8M >{group}/memory.max; truncate -s {2 * RAM_BYTES} {WHERE}/sparse")
     reader = guest.start(
         f"echo $$ >{group}/cgroup.procs; while :; do cat {WHERE}/sparse >/dev/null; done", 600
     )
-    found = wait_reason(guest, "waited for memory")
+    found = wait_reason(guest, "tasks waited for memory")
     assert found["state"] == "paused" and found["pause_seconds"] <= 5
     until(lambda: status(guest)["pause_seconds"] > 5, SECONDS, "the pause doubles")
     guest.sh(f"echo 1 >{group}/cgroup.kill")
@@ -187,7 +189,7 @@ def test_autosize_pauses_after_a_stall_and_stops_without_the_cache(
 
     daemon.terminate()
     wait_state(guest, "offline")
-    wait_reason(guest, "cache is not on")
+    wait_reason(guest, CACHE_OFF)
     before = evicted(guest)
     refused(guest, "autosize --once=8M", NO_DRIVER, "returned nothing")
     guest.sh("sleep 3")
@@ -198,7 +200,7 @@ def test_autosize_pauses_after_a_stall_and_stops_without_the_cache(
 def test_autosize_needs_free_page_reporting(session: Session, kernel: Kernel, module: Path) -> None:
     _, _, guest = boot(session, kernel, module, ["-device", "virtio-balloon-pci"])
     serve(guest)
-    wait_reason(guest, "free page reporting")
+    wait_reason(guest, NO_REPORTING)
     before = evicted(guest)
     refused(guest, "autosize --once=8M", SOME, "returned nothing")
     assert evicted(guest) == before
