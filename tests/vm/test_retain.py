@@ -406,7 +406,7 @@ def boot_with_small_index(
         module,
         parameters="verify_every=0 admission=off",
         files=20,
-        memory_bytes=128 * MIB,
+        memory_bytes=160 * MIB,
     )
     evict(guest, list(sums))
     settle_refs(guest)
