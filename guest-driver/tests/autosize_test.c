@@ -339,7 +339,7 @@ static void a_step_ends_when_it_harms(void)
 	CHECK(autosize_stop(&begun, &now));
 }
 
-/* A user who comes back and reads some files causes one pause, however long the reads last. */
+/* Reads of many reclaimed pages cause one pause, whether they last a second or 40. */
 static void an_event_causes_one_pause(void)
 {
 	unsigned int seconds, t, why;

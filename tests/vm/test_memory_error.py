@@ -58,7 +58,12 @@ MISC_PHYSICAL = 0x8C
 
 
 def boot(
-    session: Session, kernel: Kernel, module: Path, retain: str, **more: Any
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    retain: str,
+    parameters: str = "verify_every=0",
+    **more: Any,
 ) -> tuple[Vm, Guest, bytes]:
     """Boots a guest with one file in its page cache, whose pages the host has if it retains them.
 
@@ -67,7 +72,7 @@ def boot(
     tmem = Tmem(start_daemon(session).socket("vm1"), properties={"retain": retain})
     vm = driver_vm(session, kernel, module, tmem, **more)
     guest = vm.start()
-    load(guest, "verify_every=0")
+    load(guest, parameters)
     content = random.Random(PATH).randbytes(PAGES * PAGE)
     guest.put(PATH, content)
     guest.sh("sync")
@@ -129,14 +134,7 @@ def test_page_with_an_injected_memory_error_is_not_put(
 def test_page_with_a_memory_error_is_not_compared_with_its_block(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    tmem = Tmem(start_daemon(session).socket("vm1"))
-    guest = driver_vm(session, kernel, test_module, tmem).start()
-    load(guest, "verify_every=0 blocks=on")
-    content = random.Random(PATH).randbytes(PAGES * PAGE)
-    guest.put(PATH, content)
-    guest.sh("sync")
-    evict(guest, [PATH])
-    assert guest.get(PATH) == content
+    _, guest, content = boot(session, kernel, test_module, "on", "verify_every=0 blocks=on")
     before = stats(guest)
     assert before["hits"] == PAGES
     set_parameter(guest, "inject_memory_error", "1")
