@@ -419,7 +419,7 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("memory", "retain"),
-    [(128 * MIB, "off"), (128 * MIB, "on"), (3072 * MIB, "off")],
+    [(160 * MIB, "off"), (160 * MIB, "on"), (3072 * MIB, "off")],
     ids=["small", "retaining", "large"],
 )
 def test_driver_memory_is_bounded(
