@@ -19,9 +19,11 @@ from driver import (
     LastingTorture,
     checksums,
     driver_guest,
+    driver_vm,
     evict,
     growth,
     is_on,
+    load,
     programs,
     seed,
     set_parameter,
@@ -256,6 +258,34 @@ def test_silent_host_does_not_delay_unloading(
             guest.sh(f"echo {name} >{DRIVER}/bind", 60)
         wait_state(guest, "on")
         assert checksums(guest, list(sums)) == sums
+
+
+def test_suspend_ends_reads_in_flight(session: Session, kernel: Kernel, module: Path) -> None:
+    """At a suspend, reads in flight end without the silent host, and the index becomes empty."""
+    with Liar(session.directory / "liar") as liar:
+        vm = driver_vm(session, kernel, module, Tmem(liar.path), cpus=2)
+        guest = vm.start()
+        load(guest, f"blocks=on verify_every=0 {PATIENT}")
+        sums = make(guest)
+        liar.silent = frozenset({T_GET})
+        before = stats(guest)
+        for path in sums:
+            guest.start(f"sha256sum {path} >/tmp/{Path(path).name}")
+        until(lambda: liar.waiting() > 0, 30, "the device has requests")
+        assert in_flight(stats(guest)) > 0
+        guest = vm.suspend()
+        liar.silent = frozenset()
+        wait_state(guest, "on")
+        assert in_flight(stats(guest)) == 0
+        assert stats(guest)["generation_changes"] == before["generation_changes"] + 1
+        until(lambda: guest.run("pidof sha256sum").status != 0, 60, "the readers have ended")
+        for path, digest in sums.items():
+            assert guest.read(f"/tmp/{Path(path).name}").split()[0] == digest
+        assert checksums(guest, list(sums)) == sums
+        evict_again(guest, list(sums))
+        hits = stats(guest)["hits"]
+        assert checksums(guest, list(sums)) == sums
+        assert stats(guest)["hits"] > hits
 
 
 @pytest.mark.smoke

@@ -48,6 +48,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 PATCH = "/patch.ko"
 LIVE_PATCH = "/live.ko"
 XFS = "/xfs"
+# Functions of which the test applies a live patch, for each value of the parameter `blocks`.
+PATCHED = {"off": ("truncate_inode_pages_range", "ext4_readahead"), "on": ("submit_bio",)}
 # VIRTIO_TMEM_H_EXT4, VIRTIO_TMEM_H_XFS, and the lowest bit that stands for a file system type.
 H_EXT4, H_XFS = 1 << 56, 1 << 57
 H_FIRST = 56
@@ -80,8 +82,8 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
     return guest, daemon
 
 
-def load(guest: Guest, state_begins: str = "on") -> None:
-    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
+def load(guest: Guest, state_begins: str = "on", blocks: str = "off") -> None:
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0 blocks={blocks}")
     wait_state(guest, state_begins)
 
 
@@ -210,19 +212,20 @@ def wait_live_patch(guest: Guest) -> None:
     until(lambda: guest.run(done).status == 0, 120, "the live patch's transition ends")
 
 
+@pytest.mark.parametrize("blocks", PATCHED)
 def test_live_patch_applies_while_the_hooks_are_released(
-    session: Session, kernel: Kernel, test_module: Path
+    session: Session, kernel: Kernel, test_module: Path, blocks: str
 ) -> None:
     """A live patch of a hooked function applies while the hooks are released.
 
     The driver takes the hooks again after the patch is removed.
     """
     guest, _ = boot(session, kernel, test_module)
-    load(guest)
+    load(guest, blocks=blocks)
     path = f"{WHERE}/f"
     check_cached(guest, make(guest, path))
     held = evict(guest, [path])["index_pages"]
-    for function in ("truncate_inode_pages_range", "ext4_readahead"):
+    for function in PATCHED[blocks]:
         patch = f"insmod {LIVE_PATCH} function={function}"
         assert "busy" in guest.run(patch).stderr.decode(), (
             "the kernel applied a live patch to a function that the driver redirects"
@@ -271,11 +274,12 @@ def held_some(guest: Guest, torture: Torture) -> None:
     )
 
 
+@pytest.mark.parametrize("blocks", PATCHED)
 def test_hooks_are_released_and_installed_again_under_load(
-    session: Session, kernel: Kernel, test_module: Path
+    session: Session, kernel: Kernel, test_module: Path, blocks: str
 ) -> None:
     guest, _ = boot(session, kernel, test_module)
-    load(guest)
+    load(guest, blocks=blocks)
     torture = Torture(guest, f"--seed={seed()} --ops=3000 --files=16 --size-max=262144", 600)
     rounds = 0
     while not torture.job.done() and rounds < 20:
