@@ -19,7 +19,7 @@ from harness.wait import until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 TRACING = "/sys/kernel/tracing"
-# Functions of mm, VFS and ext4 that the driver redirects or watches.
+# Functions of mm, VFS, block layer and ext4 that the driver redirects or watches.
 FUNCTIONS = (
     "truncate_inode_pages_range",
     "invalidate_inode_pages2_range",
@@ -30,6 +30,7 @@ FUNCTIONS = (
     "ext4_read_folio",
     "ext4_move_extents",
     "dquot_disable",
+    "submit_bio",
 )
 # Shell script that switches each tracer on for a while in each round, and appends a line to the
 # tracer's file if the tracer saw a call.
@@ -69,12 +70,18 @@ ROUNDS = 4
 ROUNDS_SECONDS = 600.0
 
 
+@pytest.mark.parametrize("blocks", ["off", "on"])
 def test_tracers_under_torture_cause_no_wrong_byte(
-    session: Session, kernel: Kernel, module: Path
+    session: Session, kernel: Kernel, module: Path, blocks: str
 ) -> None:
     """With tracers, every byte is right, pages come from the cache, and the driver stays on."""
     guest = driver_guest(
-        session, kernel, module, parameters="verify_every=0", cpus=2, tcg_threads="single"
+        session,
+        kernel,
+        module,
+        parameters=f"verify_every=0 blocks={blocks}",
+        cpus=2,
+        tcg_threads="single",
     )
     torture = LastingTorture(guest, seed(), "--ops=4000 --jobs=2 --files=16 --size-max=262144")
     guest.put("/tmp/toggle", TOGGLE.encode())
