@@ -82,7 +82,8 @@ def test_freed_memory_returns_to_the_host(session: Session, kernel: Kernel, modu
     guest.sh(f"dd if=/dev/zero of={TMPFS} bs=1M count={FREED_BYTES // MIB}", FILL_SECONDS)
     full = allocated(vm)
     guest.sh(f"rm {TMPFS}")
-    until(lambda: allocated(vm) <= full - FREED_BYTES * RETURNED, REPORTED_SECONDS, "memory returns")
+    most = full - FREED_BYTES * RETURNED
+    until(lambda: allocated(vm) <= most, REPORTED_SECONDS, "memory returns")
     print(f"allocated: {full} full, {allocated(vm)} after")
 
 
