@@ -19,6 +19,7 @@ mod restart;
 mod rules;
 mod slots;
 mod storm;
+mod swapped;
 mod trace;
 mod unauthorized;
 mod vms;

@@ -26,6 +26,8 @@ pub enum Missing {
     LandlockSockets,
     /// The test needs a second processor, so that two threads can run at the same time.
     Processors,
+    /// The test needs a kernel that lets it handle page faults (userfaultfd).
+    Userfaultfd,
     /// The test needs a machine with low load, so that it can measure times.
     Quiet,
 }
@@ -39,6 +41,7 @@ impl Missing {
             Missing::HugePages => "huge_pages",
             Missing::LandlockSockets => "landlock_sockets",
             Missing::Processors => "processors",
+            Missing::Userfaultfd => "userfaultfd",
             Missing::Quiet => "quiet",
         }
     }

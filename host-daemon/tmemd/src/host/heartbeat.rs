@@ -33,6 +33,8 @@ struct Watched {
     seen: u64,
     /// Number of consecutive checks that found the thread at the same piece of work.
     missed_checks: u32,
+    /// Number of such checks from which the thread counts as hung.
+    missed_checks_max: u32,
 }
 
 /// Heartbeat of one thread, with which the thread shows that it makes progress.
@@ -45,12 +47,18 @@ pub struct Heartbeat {
 impl Heartbeats {
     /// Registers the heartbeat of a thread for the checks. The thread rests at first.
     pub fn register(&self, name: &str) -> Heartbeat {
+        self.register_patient(name, MISSED_CHECKS_MAX)
+    }
+
+    /// Registers the heartbeat of a thread that counts as hung after `missed_checks_max` checks.
+    pub fn register_patient(&self, name: &str, missed_checks_max: u32) -> Heartbeat {
         let beats = Arc::new(AtomicU64::new(0));
         self.lock().push(Watched {
             name: name.into(),
             beats: beats.clone(),
             seen: 0,
             missed_checks: 0,
+            missed_checks_max,
         });
         Heartbeat { beats }
     }
@@ -67,7 +75,7 @@ impl Heartbeats {
                 false => 0,
             };
             one.seen = beats;
-            if one.missed_checks >= MISSED_CHECKS_MAX {
+            if one.missed_checks >= one.missed_checks_max {
                 hang.push(one.name.clone());
             }
         }
@@ -145,6 +153,15 @@ mod tests {
             "a thread that made progress again was reported as hung"
         );
         assert_eq!(checks(&heartbeats, MISSED_CHECKS_MAX), ["one"]);
+    }
+
+    #[test]
+    fn a_patient_thread_counts_as_hung_later() {
+        let heartbeats = Heartbeats::default();
+        let heartbeat = heartbeats.register_patient("patient", 3 * MISSED_CHECKS_MAX);
+        heartbeat.work();
+        assert!(checks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty());
+        assert_eq!(checks(&heartbeats, 1), ["patient"]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use rustix::thread::Pid;
 use rustix::time::{ClockId, clock_gettime};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 use tmem_pool::Work;
 
 /// The threads that do one stage of the daemon's work, such as the data workers. Each thread adds
@@ -140,9 +141,89 @@ fn cpu_ms(stat: &str) -> u64 {
     sum * 1000 / rustix::param::clock_ticks_per_second().max(1)
 }
 
+/// Faults, context switches and processor time of the calling thread until a moment.
+///
+/// The kernel counts a wait for the swap device as a major page fault. Other waits for memory, for
+/// example for a userfaultfd or for a front end that punches a hole, are only counted as voluntary
+/// context switches, as waits for locks are. Reading the counts takes two system calls.
+#[derive(Debug)]
+pub struct Counts {
+    major_faults: libc::c_long,
+    voluntary_switches: libc::c_long,
+    involuntary_switches: libc::c_long,
+    cpu: Duration,
+}
+
+/// Time without a processor from which a slice with a major fault has waited for memory. Shorter
+/// waits delay other VMs less than slices do.
+const FAULT_MIN: Duration = Duration::from_millis(2);
+
+/// Time without a processor from which a slice without a major fault has waited for memory: the time
+/// that a guest's driver waits for a page. Locks and the scheduler delay slices by less.
+const WAIT_MIN: Duration = Duration::from_millis(20);
+
+impl Counts {
+    /// Reads the counts, or returns None if the kernel does not give them.
+    pub fn read() -> Option<Counts> {
+        // SAFETY: an all-zero rusage is valid, because the structure consists of integers.
+        let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+        // SAFETY: the kernel writes one rusage, and `usage` is one.
+        if unsafe { libc::getrusage(libc::RUSAGE_THREAD, &mut usage) } != 0 {
+            return None;
+        }
+        let cpu = clock_gettime(ClockId::ThreadCPUTime);
+        Some(Counts {
+            major_faults: usage.ru_majflt,
+            voluntary_switches: usage.ru_nvcsw,
+            involuntary_switches: usage.ru_nivcsw,
+            cpu: Duration::try_from(cpu).ok()?,
+        })
+    }
+
+    /// Returns whether the thread has waited for memory in the time `took` since these counts. Waits
+    /// that are no major faults count only if others took the processor less often.
+    pub fn waited_for_memory(&self, took: Duration) -> bool {
+        Counts::read().is_some_and(|now| self.is_wait(&now, took))
+    }
+
+    fn is_wait(&self, now: &Counts, took: Duration) -> bool {
+        let off = took.saturating_sub(now.cpu.saturating_sub(self.cpu));
+        let waits = now.voluntary_switches - self.voluntary_switches;
+        let waited = waits > now.involuntary_switches - self.involuntary_switches;
+        match now.major_faults > self.major_faults {
+            true => off >= FAULT_MIN,
+            false => off >= WAIT_MIN && waited,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_waits_and_major_faults_count_as_waits_for_memory() {
+        let counts = |major_faults, voluntary_switches, involuntary_switches, cpu_ms| Counts {
+            major_faults,
+            voluntary_switches,
+            involuntary_switches,
+            cpu: Duration::from_millis(cpu_ms),
+        };
+        let before = counts(5, 5, 5, 100);
+        let waited = |now: Counts, ms| before.is_wait(&now, Duration::from_millis(ms));
+        assert!(waited(counts(6, 6, 9, 101), 4), "a major fault");
+        assert!(
+            !waited(counts(6, 6, 5, 103), 4),
+            "a fault that took no time"
+        );
+        assert!(waited(counts(5, 6, 5, 101), 22), "a long wait");
+        assert!(!waited(counts(5, 6, 5, 101), 18), "a short wait");
+        assert!(
+            !waited(counts(5, 6, 6, 101), 22),
+            "others used the processor"
+        );
+        assert!(!waited(counts(5, 5, 5, 101), 22), "no wait");
+    }
     use std::time::{Duration, Instant};
 
     #[test]

@@ -21,8 +21,9 @@ use std::time::Duration;
 /// Watchdog period if no service manager sets one. A thread that hangs is then only logged.
 const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 
-/// Number of heartbeat checks in one watchdog period (`WatchdogSec=`). A hung thread is reported
-/// after [`MISSED_CHECKS_MAX`] + 1 checks, which is before the service manager's time-out.
+/// Number of heartbeat checks in one watchdog period (`WatchdogSec=`). A hung thread that is not a
+/// partner of a worker is reported after [`MISSED_CHECKS_MAX`] + 1 checks, which is before the
+/// service manager's time-out.
 const CHECKS_PER_PERIOD: u32 = 8;
 const _: () = assert!(MISSED_CHECKS_MAX + 1 < CHECKS_PER_PERIOD);
 

@@ -2,8 +2,8 @@
 //! Virtqueue: its state, the work of a worker on it in one slice, and how the control thread stops
 //! the worker.
 //!
-//! Two threads use a vring: the worker that it belongs to, and the control thread of its
-//! connection. The vring's lock guards everything that may contain a guest address. The worker only
+//! Two threads use a vring: the worker that serves it, and the control thread of its connection.
+//! The worker is another one while the host has swapped out the VM's memory (`worker.rs`). The vring's lock guards everything that may contain a guest address. The worker only
 //! tries to take the lock, so a control thread that holds the lock delays no other VM. Before the
 //! control thread takes the lock, it begins a drain, and the worker leaves the vring after
 //! its current chain. When the control thread has the lock, the vring is therefore drained: chains
@@ -17,6 +17,7 @@
 //! missed.
 
 use crate::host::clock::ClockAndEntropy;
+use crate::host::usage::Counts;
 use crate::memory::peer::{HungUp, Peer};
 use crate::memory::table::{GuestMemory, Memory};
 use crate::queue::chain::{AccessError, Chain};
@@ -146,6 +147,9 @@ pub enum SliceEnd {
     },
     /// The slice is over, and the ring contains further available chains.
     More,
+    /// The other worker that serves the vring at times had the lock. It may miss what this worker
+    /// was queued for.
+    Locked,
 }
 
 /// Descriptor chain that the worker has taken from the available ring.
@@ -297,10 +301,10 @@ pub struct Vring {
     pub index: usize,
     /// Number of the worker to which the vring belongs.
     pub worker: usize,
-    /// Whether the vring is in its worker's run queue.
+    /// Whether the vring is in the run queue of a worker, or on its way from one to another.
     queued: AtomicBool,
-    /// Time at which the vring was put into the run queue, in ns of the daemon's clock. Only the
-    /// worker uses it.
+    /// Time at which the vring was put into a run queue, in ns of the daemon's clock. Only the
+    /// worker that has queued it, or was passed it, uses it.
     queued_at_ns: AtomicU64,
     link: Arc<Link>,
     is_draining: AtomicBool,
@@ -356,6 +360,17 @@ impl Vring {
         self.link.clock.now_ns()
     }
 
+    /// Returns whether the host seems to have swapped out memory of the vring's VM.
+    pub fn is_swapped(&self) -> bool {
+        self.link.vm.swapped.is_swapped(|| self.now_ns())
+    }
+
+    /// Begins a slice for [`charge_time`](Self::charge_time), at the time that
+    /// [`dequeue`](Self::dequeue) has returned.
+    pub fn begin_slice(&self, begun_ns: u64) -> Option<Counts> {
+        self.link.vm.swapped.begin_slice(begun_ns)
+    }
+
     /// Marks the vring as queued. Returns true if it was not queued before; the caller must then
     /// put it into the run queue.
     pub fn enqueue(&self) -> bool {
@@ -381,11 +396,18 @@ impl Vring {
     /// Adds the time from `begun_ns` until now to the VM's processor time. The time is taken from
     /// the daemon's clock, which is read without a system call. A slice that answers a single page
     /// takes 5 µs, and reading the thread's CPU clock would take a tenth of that. The two clocks
-    /// differ only if the worker waits for a processor or for a swapped page of the guest.
-    pub fn charge_time(&self, begun_ns: u64) {
+    /// differ only if the worker waits for a processor or for a swapped page of the guest. `before`
+    /// is the result of [`begin_slice`](Self::begin_slice).
+    pub fn charge_time(&self, begun_ns: u64, before: Option<&Counts>) {
         let took_ns = self.now_ns() - begun_ns;
-        let counters = &self.link.vm.counters;
-        counters.slices_ns.fetch_add(took_ns, Ordering::Relaxed);
+        let vm = &self.link.vm;
+        vm.counters.slices_ns.fetch_add(took_ns, Ordering::Relaxed);
+        if vm.swapped.end_slice(begun_ns, took_ns, before) {
+            vm.info(format_args!(
+                "a request waited for memory that the host has swapped out: another worker serves \
+                 the VM meanwhile"
+            ));
+        }
     }
 
     /// Begins a drain of the vring: its worker leaves it at the end of the current chain.
@@ -419,11 +441,10 @@ impl Vring {
     }
 
     /// Returns true if an empty vring that the worker polls needs a slice: a chain has arrived, the
-    /// polling time is over, or the ring is no longer running. Also returns true if the control
+    /// polling time is over, or the ring is no longer running. Also returns true if another
     /// thread has the vring's lock.
     pub fn poll_has_ended(&self, until_ns: u64) -> bool {
-        // If the lock is taken, the control thread has it. The control thread schedules the vring
-        // when it releases the lock.
+        // If the lock is taken, the next slice finds out who has it.
         let Some(state) = self.try_lock() else {
             return true;
         };
@@ -442,10 +463,13 @@ impl Vring {
     /// the vring's lock or the ring is not running. A fault or a hang-up of the front end stops the
     /// ring, and a lost page ends the connection.
     pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
-        // If the lock is taken, the control thread has it. The control thread schedules the vring
-        // when it releases the lock.
+        // During a drain, the control thread has the lock. It schedules the vring when it releases
+        // the lock.
         let Some(mut state) = self.try_lock() else {
-            return SliceEnd::Idle;
+            return match self.is_draining.load(Ordering::SeqCst) {
+                true => SliceEnd::Idle,
+                false => SliceEnd::Locked,
+            };
         };
         if !state.is_running() {
             return SliceEnd::Idle;

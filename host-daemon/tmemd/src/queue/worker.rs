@@ -3,12 +3,17 @@
 //! vrings. A vring belongs to one worker as long as its connection lives.
 //!
 //! A worker's run queue contains the vrings with work. They get slices of bounded work, VM by VM,
-//! so that no VM starves another. A worker blocks only to wait for kicks; it never waits for a
-//! vring's lock.
+//! so that no VM starves another. A worker blocks only to wait for kicks; it waits for a vring's
+//! lock only after a panic in a slice.
+//!
+//! The host may have swapped out the memory of a guest. Each access then blocks the worker until the
+//! page is read, and no time limit of a slice can end that wait. Each worker therefore has a partner,
+//! which serves the worker's vrings of such VMs (`vm/swapped.rs`): the worker watches their kicks,
+//! and passes the vrings on.
 
 use crate::config::settings::{EventLoop, Waiting};
 use crate::host::background::BackgroundWorkers;
-use crate::host::heartbeat::{Heartbeat, Heartbeats};
+use crate::host::heartbeat::{Heartbeat, Heartbeats, MISSED_CHECKS_MAX};
 use crate::host::sandbox::{self, ThreadKind};
 use crate::host::usage::Stage;
 use crate::queue::event_loop;
@@ -29,13 +34,26 @@ use std::time::Duration;
 /// Eventfd through which a driver kicks a vring, and the vring.
 type Registration = (Arc<OwnedFd>, Arc<Vring>);
 
+/// Vrings that other threads give to a worker.
+#[derive(Default)]
+struct Inbox {
+    scheduled: Vec<Arc<Vring>>,
+    /// Vrings that the partner has passed on. They are marked as queued.
+    passed: Vec<Arc<Vring>>,
+}
+
 /// The part of a worker's data that other threads use, too.
 struct Worker {
+    /// Position of the worker in the list of all workers.
+    number: usize,
+    /// Number of workers to which vrings belong, if they have partners. Worker n has the partner
+    /// with the number `partners` + n.
+    partners: Option<usize>,
     poller: Box<dyn Poller>,
     /// Guards the watched kicks with their vrings, by token. Leaf lock.
     registry: Mutex<HashMap<u64, Registration>>,
-    /// Guards the list of vrings that the worker must process even without a kick. Leaf lock.
-    inbox: Mutex<Vec<Arc<Vring>>>,
+    /// Guards the vrings that the worker must process even without a kick. Leaf lock.
+    inbox: Mutex<Inbox>,
     stop: AtomicBool,
     /// Longest time in ns for which the worker polls an empty vring, see [`Waiting::poll_max`].
     poll_max_ns: u64,
@@ -43,7 +61,10 @@ struct Worker {
 
 /// All data workers of the daemon.
 pub struct Workers {
-    workers: Vec<Arc<Worker>>,
+    /// The workers to which vrings belong, and then their partners, if they have some.
+    workers: Arc<[Worker]>,
+    /// Number of workers to which vrings belong.
+    count: usize,
     threads: Mutex<Vec<JoinHandle<()>>>,
     next_token: AtomicU64,
     next_worker: AtomicUsize,
@@ -56,7 +77,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Workers {
-    /// Starts `count` data workers, each with its own thread.
+    /// Starts `count` data workers and their partners, each with its own thread.
     ///
     /// # Errors
     /// The system cannot create the thread, a descriptor or the wanted event loop.
@@ -66,24 +87,35 @@ impl Workers {
         background: &Arc<BackgroundWorkers>,
         heartbeats: &Arc<Heartbeats>,
     ) -> io::Result<Workers> {
-        let mut workers = Workers::new(count, waiting)?;
+        let mut workers = Workers::new(count, true, waiting)?;
         workers.heartbeats = heartbeats.clone();
-        for (number, worker) in workers.workers.iter().enumerate() {
-            let (own, background) = (worker.clone(), background.clone());
-            let name = format!("worker-{number}");
-            let (context, heartbeat) = (WorkerContext::new()?, heartbeats.register(&name));
+        for number in 0..workers.workers.len() {
+            let (all, background) = (workers.workers.clone(), background.clone());
+            let (name, heartbeat) = match number.checked_sub(count) {
+                None => {
+                    let name = format!("worker-{number}");
+                    let heartbeat = heartbeats.register(&name);
+                    (name, heartbeat)
+                }
+                Some(number) => {
+                    let name = format!("swapped-{number}");
+                    let heartbeat = heartbeats.register_patient(&name, SWAPPED_CHECKS_MAX);
+                    (name, heartbeat)
+                }
+            };
+            let context = WorkerContext::new()?;
             let stage = workers.stage.clone();
             let thread = std::thread::Builder::new().name(name).spawn(move || {
                 sandbox::narrow(ThreadKind::Data);
                 stage.join();
-                own.run(&background, context, heartbeat);
+                all[number].run(&all, &background, context, heartbeat);
             })?;
             lock(&workers.threads).push(thread);
         }
         Ok(workers)
     }
 
-    /// Creates `count` workers without threads, for simulators. They work only when
+    /// Creates `count` workers without threads and partners, for simulators. They work only when
     /// [`round`](Self::round) is called.
     ///
     /// # Errors
@@ -96,23 +128,29 @@ impl Workers {
             event_loop,
             poll_max,
         };
-        Workers::new(count, waiting)
+        Workers::new(count, false, waiting)
     }
 
-    fn new(count: usize, waiting: Waiting) -> io::Result<Workers> {
+    /// Creates `count` workers without threads, and as many partners if `partners` is true.
+    ///
+    /// # Errors
+    /// The system lacks a descriptor.
+    pub(crate) fn new(count: usize, partners: bool, waiting: Waiting) -> io::Result<Workers> {
         notifier::prepare()?;
-        let worker = |poller| {
-            Arc::new(Worker {
-                poller,
-                registry: Mutex::new(HashMap::new()),
-                inbox: Mutex::new(Vec::new()),
-                stop: AtomicBool::new(false),
-                poll_max_ns: waiting.poll_max.as_nanos() as u64,
-            })
+        let partners = partners.then_some(count);
+        let worker = |(number, poller)| Worker {
+            number,
+            partners,
+            poller,
+            registry: Mutex::new(HashMap::new()),
+            inbox: Mutex::default(),
+            stop: AtomicBool::new(false),
+            poll_max_ns: waiting.poll_max.as_nanos() as u64,
         };
-        let pollers = event_loop::create(waiting.event_loop, count)?;
+        let pollers = event_loop::create(waiting.event_loop, count + partners.unwrap_or(0))?;
         Ok(Workers {
-            workers: pollers.into_iter().map(worker).collect(),
+            workers: pollers.into_iter().enumerate().map(worker).collect(),
+            count,
             threads: Mutex::new(Vec::new()),
             next_token: AtomicU64::new(0),
             next_worker: AtomicUsize::new(0),
@@ -131,12 +169,12 @@ impl Workers {
         context: &mut WorkerContext,
         background: &BackgroundWorkers,
     ) -> io::Result<()> {
-        self.workers[worker].round(context, background, None)
+        self.workers[worker].round(&self.workers, context, background, None)
     }
 
-    /// Returns the number of data workers.
+    /// Returns the number of workers to which vrings belong.
     pub fn count(&self) -> usize {
-        self.workers.len()
+        self.count
     }
 
     /// Returns the processor time that the workers have used.
@@ -154,7 +192,7 @@ impl Workers {
     /// begin at successive workers. The connection's other vrings belong to the workers after this
     /// one.
     pub fn assign(&self) -> usize {
-        self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.len()
+        self.next_worker.fetch_add(1, Ordering::Relaxed) % self.count
     }
 
     /// Makes the vring's worker watch the vring's kick. Returns a token, with which the caller can
@@ -188,14 +226,14 @@ impl Workers {
     /// Makes the vring's worker process the vring without a kick.
     pub fn schedule(&self, vring: &Arc<Vring>) {
         let worker = &self.workers[vring.worker];
-        lock(&worker.inbox).push(vring.clone());
+        lock(&worker.inbox).scheduled.push(vring.clone());
         worker.poller.wake();
     }
 
     /// Tells the worker threads to end, and waits until they have ended. A thread first finishes
     /// its current round, in which each VM with work gets one slice.
     pub fn stop(&self) {
-        for worker in &self.workers {
+        for worker in &*self.workers {
             worker.stop.store(true, Ordering::SeqCst);
             worker.poller.wake();
         }
@@ -206,6 +244,12 @@ impl Workers {
         }
     }
 }
+
+/// Number of checks by the watchdog after which a partner counts as hung: six periods, by default
+/// 60 s, which is longer than a busy disk needs for the pages of a slice. A drain that waits for the
+/// partner makes the control thread count as hung earlier, because the guest may use the memory for
+/// something else meanwhile.
+const SWAPPED_CHECKS_MAX: u32 = 12 * MISSED_CHECKS_MAX;
 
 /// Maximum number of empty vrings that a worker polls at a time. It is limited because each poll
 /// reads guest memory. Further vrings request a kick as soon as they are empty.
@@ -237,14 +281,44 @@ impl WorkerContext {
 }
 
 impl Worker {
+    /// Returns whether the worker serves vrings that belong to its partner.
+    fn is_for_swapped(&self) -> bool {
+        self.partners
+            .is_some_and(|partners| self.number >= partners)
+    }
+
+    /// Returns the number of the worker that serves the vring now.
+    fn serving(&self, vring: &Vring) -> usize {
+        match self.partners {
+            Some(partners) if vring.is_swapped() => partners + vring.worker,
+            _ => vring.worker,
+        }
+    }
+
+    /// Returns the number of the other worker that serves the vring at times.
+    fn partner_of(&self, vring: &Vring) -> Option<usize> {
+        let partners = self.partners?;
+        Some(match self.number == vring.worker {
+            true => partners + vring.worker,
+            false => vring.worker,
+        })
+    }
+
+    /// Takes over a vring that is marked as queued. The worker processes it soon, or passes it back.
+    fn take(&self, vring: Arc<Vring>) {
+        lock(&self.inbox).passed.push(vring);
+        self.poller.wake();
+    }
+
     fn run(
         &self,
+        all: &[Worker],
         background: &BackgroundWorkers,
         mut context: WorkerContext,
         heartbeat: Heartbeat,
     ) {
         while !self.stop.load(Ordering::SeqCst) {
-            if let Err(error) = self.round(&mut context, background, Some(&heartbeat)) {
+            if let Err(error) = self.round(all, &mut context, background, Some(&heartbeat)) {
                 // Waiting fails only if a descriptor was closed, which is a bug of the daemon. A
                 // worker that cannot wait for kicks cannot serve VMs.
                 tracing::error!("a worker cannot wait for kicks and ends: {error}");
@@ -254,11 +328,13 @@ impl Worker {
         }
     }
 
-    /// Collects the vrings that have work, and gives one slice to each VM. If no vring has work and
-    /// the worker polls none, waits for a kick. `heartbeat` is None for a worker without a thread,
-    /// which never waits.
+    /// Collects the vrings that have work, and gives one slice to each VM. Passes vrings on that the
+    /// partner serves now; `all` are all workers. If no vring has work and the worker
+    /// polls none, waits for a kick. `heartbeat` is None for a worker without a thread, which never
+    /// waits.
     fn round(
         &self,
+        all: &[Worker],
         context: &mut WorkerContext,
         background: &BackgroundWorkers,
         heartbeat: Option<&Heartbeat>,
@@ -269,11 +345,16 @@ impl Worker {
             run_queue,
             polled,
         } = context;
+        let is_for_swapped = self.is_for_swapped();
         let idle = run_queue.is_empty() && polled.is_empty();
         let wait = heartbeat.filter(|_| idle);
         wait.inspect(|heartbeat| heartbeat.rest());
         self.poller.wait(ready, wait.is_some())?;
         heartbeat.inspect(|heartbeat| heartbeat.work());
+        let inbox = std::mem::take(&mut *lock(&self.inbox));
+        for vring in inbox.passed {
+            run_queue.push(vring.owner(), vring);
+        }
         let mut enqueue = |vring: Arc<Vring>| {
             if vring.enqueue() {
                 run_queue.push(vring.owner(), vring);
@@ -288,9 +369,11 @@ impl Worker {
                 }
             }
         }
-        lock(&self.inbox).drain(..).for_each(&mut enqueue);
+        inbox.scheduled.into_iter().for_each(&mut enqueue);
         polled.retain(|(vring, until_ns)| {
-            let ended = vring.poll_has_ended(*until_ns);
+            // A poll reads guest memory, which must not block this worker either.
+            let leaves = self.serving(vring) != self.number;
+            let ended = leaves || vring.poll_has_ended(*until_ns);
             if ended {
                 enqueue(vring.clone());
             }
@@ -304,24 +387,40 @@ impl Worker {
             let Some(vring) = run_queue.pop() else {
                 break;
             };
-            heartbeat.inspect(|heartbeat| heartbeat.work());
-            let begun_ns = vring.dequeue();
             // The worker may still poll this vring, because a kick or the control thread can queue
             // the vring before its polling time ends.
             polled.retain(|(other, _)| !Arc::ptr_eq(other, &vring));
+            let serving = self.serving(&vring);
+            if serving != self.number {
+                all[serving].take(vring);
+                continue;
+            }
+            heartbeat.inspect(|heartbeat| heartbeat.work());
+            let begun_ns = vring.dequeue();
+            let before = vring.begin_slice(begun_ns);
             let poll_max_ns = match polled.len() {
                 POLLED_MAX.. => 0,
+                // A poll could wait for memory outside of a slice.
+                _ if is_for_swapped => 0,
                 _ => self.poll_max_ns,
             };
             let end = AssertUnwindSafe(|| vring.run_slice(scratch, poll_max_ns));
             let end = std::panic::catch_unwind(end);
-            vring.charge_time(begun_ns);
+            vring.charge_time(begun_ns, before.as_ref());
             match end {
                 Ok(SliceEnd::Idle) => {}
                 Ok(SliceEnd::Poll { until_ns }) => polled.push((vring, until_ns)),
                 Ok(SliceEnd::More) => {
                     if vring.enqueue() {
                         run_queue.push(vring.owner(), vring);
+                    }
+                }
+                Ok(SliceEnd::Locked) => {
+                    let partner = self.partner_of(&vring);
+                    if let Some(partner) = partner
+                        && vring.enqueue()
+                    {
+                        all[partner].take(vring);
                     }
                 }
                 Err(_) => vring.stop_after_panic(),

@@ -10,3 +10,4 @@ pub(crate) mod recorder;
 pub(crate) mod registry;
 pub(crate) mod state;
 pub(crate) mod store;
+pub(crate) mod swapped;

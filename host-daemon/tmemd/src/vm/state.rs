@@ -14,6 +14,7 @@ use crate::util::histogram::Histogram;
 use crate::util::log_limit::LogLimit;
 use crate::util::request_rate::RequestRate;
 use crate::vm::recorder::Tap;
+use crate::vm::swapped::Swapped;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -72,6 +73,8 @@ pub struct Vm {
     pub connected: AtomicBool,
     /// Whether the VM is frozen. Puts of a frozen VM are refused.
     pub frozen: AtomicBool,
+    /// Whether the host has swapped out the VM's memory.
+    pub swapped: Swapped,
     /// Subscribers that receive the VM's events.
     events: Arc<Events>,
     /// Limits the rate of the events that the VM can cause.
@@ -114,6 +117,7 @@ impl Vm {
             counters: Counters::default(),
             connected: AtomicBool::new(false),
             frozen: AtomicBool::new(false),
+            swapped: Swapped::default(),
             events,
             event_limit: EventLimit::default(),
             report: Mutex::new(None),

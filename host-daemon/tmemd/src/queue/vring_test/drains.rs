@@ -14,13 +14,18 @@ fn a_drained_or_locked_vring_takes_no_chain() {
         (SliceEnd::Idle, 0),
         "a chain was taken during a drain"
     );
-    guest.vring.end_drain();
     {
         let _state = guest.vring.lock();
         assert_eq!(
             guest.vring.run_slice(&mut guest.scratch, 0),
             SliceEnd::Idle,
-            "a chain was taken while the ring was locked"
+            "a chain was taken while the control thread had the lock"
+        );
+        guest.vring.end_drain();
+        assert_eq!(
+            guest.vring.run_slice(&mut guest.scratch, 0),
+            SliceEnd::Locked,
+            "the worker does not know that another worker has the lock"
         );
     }
     assert_eq!(guest.used(), 0);

@@ -9,6 +9,7 @@ mod interrupted_chains;
 mod notifications;
 mod retained;
 mod slices;
+mod swapped;
 mod worker_memory;
 
 use super::*;
