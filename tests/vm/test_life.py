@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 PRESSURE = "/bin/pressure"
 # Two files of this size are twice the memory of the guest that writes them.
-PRESSURE_MIB = 128
-SMALL_GUEST = 128 * MIB
+PRESSURE_MIB = 160
+SMALL_GUEST = 160 * MIB
 CPUS = 4
 
 
