@@ -200,6 +200,7 @@ impl Counts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Instant;
 
     #[test]
     fn long_waits_and_major_faults_count_as_waits_for_memory() {
@@ -224,7 +225,6 @@ mod tests {
         );
         assert!(!waited(counts(5, 5, 5, 101), 22), "no wait");
     }
-    use std::time::{Duration, Instant};
 
     #[test]
     fn cpu_time_is_parsed_from_stat_for_any_thread_name() {

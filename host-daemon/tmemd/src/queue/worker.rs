@@ -329,9 +329,8 @@ impl Worker {
     }
 
     /// Collects the vrings that have work, and gives one slice to each VM. Passes vrings on that the
-    /// partner serves now; `all` are all workers. If no vring has work and the worker
-    /// polls none, waits for a kick. `heartbeat` is None for a worker without a thread, which never
-    /// waits.
+    /// partner serves now; `all` are all workers. If no vring has work and the worker polls none,
+    /// waits for a kick. `heartbeat` is None for a worker without a thread, which never waits.
     fn round(
         &self,
         all: &[Worker],
@@ -397,7 +396,7 @@ impl Worker {
             }
             heartbeat.inspect(|heartbeat| heartbeat.work());
             let begun_ns = vring.dequeue();
-            let before = vring.begin_slice(begun_ns);
+            let before = self.partners.and_then(|_| vring.begin_slice(begun_ns));
             let poll_max_ns = match polled.len() {
                 POLLED_MAX.. => 0,
                 // A poll could wait for memory outside of a slice.
