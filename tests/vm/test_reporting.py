@@ -29,8 +29,8 @@ BALLOON = ["-device", "virtio-balloon-pci,free-page-reporting=on"]
 ORDER = "/sys/module/page_reporting/parameters/page_reporting_order"
 SMALL_ORDER = 0
 TMPFS, FREED_BYTES = "/tmp/big", 160 * MIB
-# Share of the freed bytes that returns at least. Free pages in blocks that are used in part stay,
-# which are 8 % of the bytes on Linux 7.3.
+# Smallest share of the freed bytes that must return. The guest does not report free pages in blocks
+# of 2 MiB that are partly used. On Linux 7.3, these were 8 % of the bytes.
 RETURNED = 0.75
 # The guest looks for free memory every 2 s, and reports a sixteenth of it at a time: it takes about
 # 40 s on an idle machine.

@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 use tmem_model::{Driver, DriverConfig, Missing, skipped};
 use tmemd::{Config, Daemon};
 
-/// Time that each access to a page waits that is not in the daemon's mapping.
+/// Time for which each access to a page that is not in the daemon's mapping waits.
 const FAULT: Duration = Duration::from_millis(10);
 /// Pages of each request of the slow VM.
 const PAGES: u64 = 16;
-/// Requests of the slow VM: puts, and as many gets.
+/// Number of puts of the slow VM, which sends as many gets.
 const ROUNDS: u64 = 12;
 /// Time from which a request of the other VM counts as delayed: a few faults.
 const DELAYED: Duration = Duration::from_millis(40);
@@ -193,7 +193,8 @@ fn a_vm_with_swapped_memory_delays_no_other_vm() {
         faults >= ROUNDS * PAGES,
         "the daemon waited for only {faults} pages of the slow VM"
     );
-    // Each request of the slow VM would delay one, but a busy machine delays some as well.
+    // Without partners, each request of the slow VM delays one of the other VM. A busy machine also
+    // delays some.
     assert!(
         delays.len() as u64 <= ROUNDS / 2,
         "{} requests of the other VM waited for pages of the slow VM: {delays:?}",

@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Number of consecutive checks that must find a thread at the same piece of work before the thread
-/// counts as hung. The limit is a number of checks instead of a time. While the complete daemon is
+/// counts as hung, unless it has a limit of its own. The limit is a number of checks instead of a
+/// time. While the complete daemon is
 /// stopped, time passes, but no check is made.
 pub const MISSED_CHECKS_MAX: u32 = 4;
 
@@ -50,7 +51,8 @@ impl Heartbeats {
         self.register_patient(name, MISSED_CHECKS_MAX)
     }
 
-    /// Registers the heartbeat of a thread that counts as hung after `missed_checks_max` checks.
+    /// Registers the heartbeat of a thread whose pieces of work may take long. The thread counts as
+    /// hung after `missed_checks_max` checks instead of [`MISSED_CHECKS_MAX`].
     pub fn register_patient(&self, name: &str, missed_checks_max: u32) -> Heartbeat {
         let beats = Arc::new(AtomicU64::new(0));
         self.lock().push(Watched {

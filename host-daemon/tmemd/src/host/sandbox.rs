@@ -99,7 +99,7 @@ const DATA_CALLS: &[c_long] = &[
     libc::SYS_futex,
     libc::SYS_getpid,
     libc::SYS_getrandom,
-    // Workers read their number of major page faults with getrusage(2), see host/usage.rs.
+    // Workers count their page faults and context switches with getrusage(2), see host/usage.rs.
     libc::SYS_getrusage,
     libc::SYS_gettid,
     // The daemon interrupts guests with io_getevents(2) and io_submit(2), see queue/notifier.rs.

@@ -3,11 +3,12 @@
 //! the worker.
 //!
 //! Two threads use a vring: the worker that serves it, and the control thread of its connection.
-//! The worker is another one while the host has swapped out the VM's memory (`worker.rs`). The vring's lock guards everything that may contain a guest address. The worker only
-//! tries to take the lock, so a control thread that holds the lock delays no other VM. Before the
-//! control thread takes the lock, it begins a drain, and the worker leaves the vring after
-//! its current chain. When the control thread has the lock, the vring is therefore drained: chains
-//! are answered one by one, in the order in which they became available.
+//! While the host has swapped out the VM's memory, the worker's partner serves it (`worker.rs`). The
+//! vring's lock guards everything that may contain a guest address. The worker only tries to take
+//! the lock, so a control thread that holds the lock delays no other VM. Before the control thread
+//! takes the lock, it begins a drain, and the worker leaves the vring after its current chain. When
+//! the control thread has the lock, the vring is therefore drained: chains are answered one by one,
+//! in the order in which they became available.
 //!
 //! A worker processes a vring in scheduling slices (`slice.rs`). The end of a slice may interrupt a
 //! chain. The chain then counts as not taken: the next slice finds it at the head of the available
@@ -147,8 +148,8 @@ pub enum SliceEnd {
     },
     /// The slice is over, and the ring contains further available chains.
     More,
-    /// The other worker that serves the vring at times had the lock. It may miss what this worker
-    /// was queued for.
+    /// The worker's partner has the vring's lock. It may have looked for chains before the kick for
+    /// which this worker queued the vring, so it has to process the vring again.
     Locked,
 }
 
@@ -444,7 +445,7 @@ impl Vring {
     /// polling time is over, or the ring is no longer running. Also returns true if another
     /// thread has the vring's lock.
     pub fn poll_has_ended(&self, until_ns: u64) -> bool {
-        // If the lock is taken, the next slice finds out who has it.
+        // Another thread has the lock. The polling ends, and `run_slice` handles this case.
         let Some(state) = self.try_lock() else {
             return true;
         };
@@ -459,8 +460,8 @@ impl Vring {
 
     /// Answers available chains in order, as far as the slice allows. If the ring is empty, either
     /// requests a kick from the driver, or returns the time until which the worker shall poll the
-    /// ring. That time is at most `poll_max_ns` from now. Does nothing if the control thread has
-    /// the vring's lock or the ring is not running. A fault or a hang-up of the front end stops the
+    /// ring. That time is at most `poll_max_ns` from now. Does nothing if another thread has the
+    /// vring's lock or the ring is not running. A fault or a hang-up of the front end stops the
     /// ring, and a lost page ends the connection.
     pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
         // During a drain, the control thread has the lock. It schedules the vring when it releases
