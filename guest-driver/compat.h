@@ -37,55 +37,6 @@
 #endif
 
 /*
- * Returns a copy of a readahead request that covers only @nr_pages pages from page @index on. The
- * file system handles the copy as if it were the whole request. The copy keeps fields that a newer
- * kernel adds to the structure.
- */
-static inline struct readahead_control tmem_rac_part(const struct readahead_control *rac,
-						     pgoff_t index, unsigned int nr_pages)
-{
-	struct readahead_control part = *rac;
-
-	part._index = index;
-	part._nr_pages = nr_pages;
-	part._batch_count = 0;
-	part._workingset = false;
-	return part;
-}
-
-/* Marks a readahead request as done, after the caller has handled all of its folios in parts. */
-static inline void tmem_rac_done(struct readahead_control *rac)
-{
-	rac->_index += rac->_nr_pages;
-	rac->_nr_pages = 0;
-	rac->_batch_count = 0;
-}
-
-/*
- * Limits the order (log2 of the number of pages) of the folios that readahead allocates for an open
- * file to @order. Since 6.17, these folios grow by two orders from one readahead to the next, up to
- * the length of the readahead. With this limit, they never reach the order of a huge page. So if
- * the open file already has that order, the application has requested huge pages (MADV_HUGEPAGE),
- * and the function does not limit it.
- *
- * The order is stored in the readahead state of the open file. The kernel changes this state
- * without a lock, and so does this function. In the worst case one readahead has smaller or larger
- * folios.
- */
-static inline void tmem_rac_limit_order(struct readahead_control *rac, unsigned int order)
-{
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
-	unsigned int step = 2, now;
-
-	if (!rac->ra)
-		return;
-	now = READ_ONCE(rac->ra->order);
-	if (now < PMD_SHIFT - PAGE_SHIFT && now + step > order)
-		WRITE_ONCE(rac->ra->order, order > step ? order - step : 0);
-#endif
-}
-
-/*
  * Returns whether a folio was used again after it was read in. Such a folio has the flag "active"
  * or "workingset". Before 6.14, the multi-generational LRU sets one of these two flags at the
  * folio's second use through a file descriptor. Since 6.14, it sets them only after five uses, but

@@ -27,8 +27,6 @@ extern unsigned int tmem_inject_more_queues;
 extern unsigned int tmem_inject_memory_error;
 extern unsigned int tmem_inject_corrupt;
 extern unsigned int tmem_inject_retained_changed;
-extern unsigned int tmem_inject_mark_late;
-extern unsigned int tmem_inject_policy_late;
 extern unsigned int tmem_inject_erased_late;
 extern unsigned int tmem_inject_config_deaf;
 bool tmem_inject(atomic_t *calls, unsigned int every);
@@ -41,9 +39,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
  */
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
-extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker, tmem_hold_feeder;
-extern unsigned int tmem_hold_truncate, tmem_hold_get, tmem_hold_probe;
-extern unsigned int tmem_hold_read, tmem_hold_sweep, tmem_hold_fetch;
+extern unsigned int tmem_hold_breaker, tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
 extern unsigned int tmem_hold_submit, tmem_hold_fill;
 void tmem_hold(unsigned int *place);
 
@@ -107,7 +103,7 @@ static inline const char *tmem_test_point_release(const char *name)
 }
 
 /*
- * Safety checks of the coherence by disk block. A test can remove each of them, to show what fails
+ * Safety checks of hooks/blocks.h. A test can remove each of them, to show what fails
  * without it.
  */
 enum tmem_block_check {
@@ -123,7 +119,6 @@ enum tmem_block_check {
 	TMEM_CHECK_DRAIN,	/* an area starts with a drain of its disk */
 	TMEM_CHECK_BYTES,	/* the place of a segment is counted in bytes */
 	TMEM_CHECK_WHOLE,	/* only whole blocks are recorded and got */
-	TMEM_CHECK_LIVE,	/* no get from a pool that was replaced */
 	TMEM_CHECK_VISIBLE,	/* disks with writes that are no bios have no area */
 	TMEM_CHECK_OWN_AREA,	/* a hint of another area leads to no put */
 	TMEM_CHECK_DIRTY,	/* a page that becomes dirty voids its record */
@@ -134,11 +129,8 @@ enum tmem_block_check {
 #define TMEM_WITHOUT(check)	(READ_ONCE(tmem_test_blocks_without) & BIT(TMEM_CHECK_##check))
 extern unsigned long tmem_test_blocks_without;
 
-void tmem_test_walk(unsigned int run, unsigned int searched);
-
 struct tmem_key;
 int tmem_test_pool(struct tmem_key *key, const char *name);
-unsigned long tmem_test_fill_bucket(struct tmem_key *key, u64 *ino, unsigned long nr);
 
 #else
 
@@ -177,10 +169,6 @@ static inline bool tmem_selftest_blind(unsigned int hook)
 static inline const char *tmem_test_point_release(const char *name)
 {
 	return name;
-}
-
-static inline void tmem_test_walk(unsigned int run, unsigned int searched)
-{
 }
 
 #endif /* TMEM_TEST */

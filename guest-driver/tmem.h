@@ -2,8 +2,8 @@
 /*
  * virtio-tmem guest driver: the interface between its two halves.
  *
- * The core (index, put ring, virtqueues) knows pools, inode numbers and pages. The hooks
- * (tracepoints, ftrace, file systems) know mm and VFS. Hooks call the core through the functions
+ * The core (index, put ring, virtqueues) knows pools, disk blocks and pages. The hooks (tracepoints,
+ * ftrace) know mm, VFS and bios. Hooks call the core through the functions
  * below; the core never calls a hook.
  *
  * The index is the authority on which pages may be got. An invalidation erases entries from it. It
@@ -23,31 +23,41 @@ struct tmem_pool;
 
 /* Reasons to erase entries. Each has a counter. */
 enum tmem_inval {
-	TMEM_INVAL_REMOVED,	/* left the page cache other than by reclaim */
-	TMEM_INVAL_DIRTY,	/* page made dirty */
-	TMEM_INVAL_TRUNCATE,	/* truncate, punch, zero, collapse, insert, reflink */
-	TMEM_INVAL_DIRECT,	/* direct write is about to start */
-	TMEM_INVAL_MOVE_EXT,	/* blocks exchanged below the page cache */
-	/* inode was deleted or reused, or its pages may not be put any more */
-	TMEM_INVAL_INODE,
 	TMEM_INVAL_UNMOUNT,
 	TMEM_INVAL_DROPPED,	/* a put of the key was refused or dropped */
 	TMEM_INVAL_GENERATION,	/* device reset, backend lost or replaced */
-	TMEM_INVAL_FADVISE,	/* POSIX_FADV_DONTNEED */
-	TMEM_INVAL_OFF,		/* the file system was switched off */
+	TMEM_INVAL_OFF,		/* the file system was switched off, or its pool emptied */
 	TMEM_INVAL_BLOCK,	/* a write of the disk block */
 	NR_TMEM_INVAL
 };
 
 /*
- * Identifies an inode. igen is inode->i_generation; if it changes, the driver erases all entries of
- * the inode.
+ * Number of blocks of an object of the index, as a power of two. Blocks of one object share locks,
+ * and neighbours share leaves.
  */
+#define TMEM_OBJECT_BITS 18
+
+/* Identifies an object of the index: 2^TMEM_OBJECT_BITS neighbouring blocks of a file system. */
 struct tmem_key {
 	struct tmem_pool *pool;
-	u64 ino;
-	u32 igen;
+	u64 object;
 };
+
+/*
+ * Sets the key of the object of a block, and returns the place of the block in its object. Blocks
+ * of 4 KiB count from the beginning of the file system.
+ */
+static inline pgoff_t tmem_block_key(struct tmem_key *key, struct tmem_pool *pool, u32 block)
+{
+	*key = (struct tmem_key){ .pool = pool, .object = block >> TMEM_OBJECT_BITS };
+	return block & (BIT(TMEM_OBJECT_BITS) - 1);
+}
+
+/* Returns the block at a place in an object. */
+static inline u64 tmem_key_block(const struct tmem_key *key, u64 index)
+{
+	return (key->object << TMEM_OBJECT_BITS) + index;
+}
 
 /* --- core: implemented in core/, called by hooks ------------------------------------------- */
 
@@ -59,14 +69,13 @@ bool tmem_online(void);
 
 /*
  * Adds a pool. Process context. The device learns of the pool when it is online, and again after
- * each change of the generation. A pool that replaces @old shares the policies and marks of @old.
- * The caller must not put pages into @old any more.
+ * each change of the generation.
  */
-struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old);
+struct tmem_pool *tmem_pool_new(const char *name);
 /*
  * Empties a pool. Process context. Gets no longer find pages that were put before. The pool and its
- * marks stay. The pool takes new puts at once, unless the caller has stopped them. The memory of
- * the entries is freed in the background.
+ * policies stay. The pool takes puts again when the device has confirmed it, after all puts that
+ * had begun before have ended. The memory of the entries is freed in the background.
  */
 void tmem_pool_empty(struct tmem_pool *pool);
 /*
@@ -105,20 +114,12 @@ bool tmem_evicted_read(struct tmem_evicted *evicted);
  * context but NMI, interrupts on or off; never waits. Returns whether the page was taken. If it
  * was not, its entry is erased.
  * @workingset: the page was used again after it was read in.
- * @inside: the page lies completely inside the file. Only such pages are retained, because the
- * bytes behind the end of a file can change without a write.
  *
  * The page is sent to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in ticks),
  * unless the maximum number of batches is in flight (core/send.c).
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct tmem_evicted *evicted,
-	      bool workingset, bool inside);
-/*
- * Calls tmem_put() for @nr pages that are neighbours in the file and in memory. Pages from
- * @inside_end on do not lie completely inside the file.
- */
-unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
-			    unsigned int nr, bool workingset, pgoff_t inside_end);
+	      bool workingset);
 /*
  * Sends batches that puts have filled. A kernel for which tmem_has_put_end() is true calls it after
  * the puts, when it has released the i_pages lock. Any context but NMI. If no batch is full, the
@@ -127,62 +128,28 @@ unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct pa
 void tmem_put_end(void);
 
 /*
- * Erases the entries of pages first .. last, both included. Any context but NMI. The cost is
- * proportional to the number of entries in the range, so the range is that of a folio.
+ * Erases the entries of the blocks at the places first .. last of an object, both included. Any
+ * context but NMI. The cost is proportional to the number of entries in the range.
  */
-void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
-		     enum tmem_inval why);
-/* Erases the entries of a range of any length. Process context; may reschedule. */
-void tmem_invalidate_range(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
-			   enum tmem_inval why);
-/* Erases all entries of an inode in O(1). */
-void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why);
+void tmem_invalidate(const struct tmem_key *key, u64 first, u64 last, enum tmem_inval why);
 
 /*
- * Marks: no put is taken for a marked inode.
- *
- * tmem_bypass() sets a mark, in any context but NMI. If there is no memory for the mark, no put is
- * taken for the whole file system instead, and the mark counts as lost. tmem_bypass() returns
- * whether the memory for marks runs short or a mark was lost. The caller then requests a sweep,
- * which clears marks that are no longer needed (hooks/marks.c). The inode's entries stay. If the
- * caller's operation changes the file, the caller erases them afterwards.
- *
- * tmem_is_bypassed() returns whether no put is taken for an inode. tmem_is_marked() returns whether
- * the inode has a mark that is not lost.
- *
- * tmem_unbypass() clears a mark, unless @writers, the inode's i_writecount, is given and above 0.
- *
- * After marks were lost, the hooks set all marks again that may be needed. tmem_bypass_clear_lost()
- * then lets puts resume, if no further mark was lost since @lost was read.
- *
- * tmem_bypass_all() marks all inodes until the file system is unmounted. The hooks then also get no
- * page of this file system, and empty its pool. tmem_bypass_wrong() does the same because a page of
- * the file system was wrong: a page from the host differs from the disk, or a page changed while
- * the host retained it. That is evidence about one file system only. The core calls it in
- * tmem_put_pages(), too. tmem_bypass_why() returns which check found the first wrong page.
+ * A page of the pool was wrong. The hooks then put and get no page of it, and empty it. The core
+ * calls tmem_pool_wrong() in tmem_put(), too. tmem_pool_why() returns which check found the first
+ * wrong page, or NULL.
  */
-bool tmem_bypass(struct tmem_pool *pool, u64 ino);
-bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino);
-bool tmem_is_marked(struct tmem_pool *pool, u64 ino);
-void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers);
-unsigned long tmem_bypass_lost(const struct tmem_pool *pool);
-void tmem_bypass_all(struct tmem_pool *pool);
-bool tmem_bypass_is_all(const struct tmem_pool *pool);
-void tmem_bypass_wrong(struct tmem_pool *pool, const char *why, u64 ino, pgoff_t index);
-const char *tmem_bypass_why(const struct tmem_pool *pool, u64 *ino, pgoff_t *index);
-bool tmem_bypass_clear_lost(struct tmem_pool *pool, unsigned long lost);
+void tmem_pool_wrong(struct tmem_pool *pool, const char *why, u64 block);
+bool tmem_pool_is_wrong(const struct tmem_pool *pool);
+const char *tmem_pool_why(const struct tmem_pool *pool, u64 *block);
 
 /*
- * Policies: a user's request that pages of an inode are not put. The number of policies is limited.
- * tmem_policy_forbid() may fail. If it succeeds, the caller erases the inode's entries. A policy
- * stays until tmem_policy_forget(), or until the last pool that shares it is freed.
+ * Policies: a user's request that pages of an inode are not put. igen is inode->i_generation. The
+ * number of policies is limited, so tmem_policy_forbid() may fail. A policy stays until
+ * tmem_policy_forget(), or until the pool is freed.
  */
-bool tmem_policy_never(const struct tmem_key *key);
-int tmem_policy_forbid(const struct tmem_key *key);
+bool tmem_policy_never(struct tmem_pool *pool, u64 ino, u32 igen);
+int tmem_policy_forbid(struct tmem_pool *pool, u64 ino, u32 igen);
 void tmem_policy_forget(struct tmem_pool *pool, u64 ino);
-
-/* Returns the number of entries of an inode, held and retained. Any context but NMI. */
-unsigned long tmem_held_pages(const struct tmem_key *key);
 
 /*
  * Sets bit i of @held if the index has page @index + i and the page is not retained. The bitmap
@@ -195,43 +162,19 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 /*
  * Returns the deadline, a time of ktime_get_ns(), of a reader that begins to wait now.
  *
- * One readahead window, or one folio of a fault, waits at most D, which is deadline_ms. An answer
- * that takes more than D / 4 counts as slow, whether it is late or not. A read(2) of any length
- * waits for slow answers 11 D at most (220 ms unless set otherwise), and in the long run no more
- * than a fifth of its time. After that the breaker is open, and all reads go to the disk until the
- * host answers a probe within D / 4 (core/breaker.c).
- *
- * A reader that must not sleep (RWF_NOWAIT, io_uring's first attempt) does not wait at all if the
- * kernel shows this to hooks/read.c. The kernel does so in the readahead that a miss starts, from
- * 6.12 on, and not in the readahead that a marked page starts.
+ * One bio waits at most D, which is deadline_ms. An answer that takes more than D / 4 counts as
+ * slow, whether it is late or not. A read(2) of any length waits for slow answers 11 D at most (220
+ * ms unless set otherwise), and in the long run no more than a fifth of its time. After that the
+ * breaker is open, and all reads go to the disk until the host answers a probe within D / 4
+ * (core/breaker.c). core/get.h has the functions that get pages.
  */
 u64 tmem_get_deadline_ns(void);
-
-/*
- * Gets pages. Process context, may sleep until @deadline_ns, for any number of pages. Requests each
- * page i of @index .. @index + @nr - 1 whose bit is set in @want. On a hit it copies the page into
- * pages[i] (locked by the caller, not uptodate) and leaves the bit set. On a miss it clears the
- * bit, and pages[i] has unspecified content. A request takes the page's entry out of the index. If
- * the host retains the page, the entry stays, marked as retained. The host may keep pages before
- * @inside_end, the first page that does not lie completely inside the file. Returns the number of
- * hits. Content check and cookie were compared.
- */
-unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
-		      struct page **pages, unsigned long *want, u64 deadline_ns,
-		      pgoff_t inside_end);
-
-/*
- * Informs the core that the content that tmem_get() brought into page @from is now in page @to of
- * the page cache. If a hit is compared with the disk, the content goes to a copy, and the disk
- * fills the page of the page cache. Any context.
- */
-void tmem_moved(struct page *from, struct page *to);
 
 /*
  * Switches the cache off until the module is loaded again, and reports it, because a page from the
  * host failed its content check. That is evidence about the host or the guest's memory.
  */
-void tmem_poison(const char *why, u64 ino, pgoff_t index);
+void tmem_poison(const char *why, u64 block);
 
 /*
  * tmem_pace_wanted() returns whether the current task should wait for the host, because the put

@@ -4,7 +4,8 @@
  * that is not taken.
  *
  * A reason is the name of the counter that grew with the event, as in stats_list.h, so that a user
- * can compare events and counters. A pool has the name of its block device.
+ * can compare events and counters. A pool has the name of its block device. Blocks of 4 KiB count
+ * from the beginning of the file system.
  */
 #undef TRACE_SYSTEM
 #define TRACE_SYSTEM virtio_tmem
@@ -20,63 +21,54 @@
  * An evicted page was offered for a put. The reason "puts" means that the put ring took the page.
  */
 TRACE_EVENT(tmem_put,
-	TP_PROTO(const char *pool, u64 ino, u64 index, bool workingset, const char *reason),
-	TP_ARGS(pool, ino, index, workingset, reason),
+	TP_PROTO(const char *pool, u64 block, bool workingset, const char *reason),
+	TP_ARGS(pool, block, workingset, reason),
 	TP_STRUCT__entry(
-		__field(u64, ino)
-		__field(u64, index)
+		__field(u64, block)
 		__field(bool, workingset)
 		__string(pool, pool)
 		__string(reason, reason)
 	),
 	TP_fast_assign(
-		__entry->ino = ino;
-		__entry->index = index;
+		__entry->block = block;
 		__entry->workingset = workingset;
 		tmem_assign_str(pool, pool);
 		tmem_assign_str(reason, reason);
 	),
-	TP_printk("pool=%s ino=%llu index=%llu workingset=%d reason=%s",
-		  __get_str(pool), __entry->ino, __entry->index, __entry->workingset,
-		  __get_str(reason))
+	TP_printk("pool=%s block=%llu workingset=%d reason=%s", __get_str(pool), __entry->block,
+		  __entry->workingset, __get_str(reason))
 );
 
 /* A get ended. It began wait_us ago, and spent most of this time waiting for the host. */
 TRACE_EVENT(tmem_get,
-	TP_PROTO(const char *pool, u64 ino, u64 index, unsigned int wanted, unsigned int hits,
-		 u64 wait_us),
-	TP_ARGS(pool, ino, index, wanted, hits, wait_us),
+	TP_PROTO(const char *pool, u64 block, unsigned int wanted, unsigned int hits, u64 wait_us),
+	TP_ARGS(pool, block, wanted, hits, wait_us),
 	TP_STRUCT__entry(
-		__field(u64, ino)
-		__field(u64, index)
+		__field(u64, block)
 		__field(unsigned int, wanted)
 		__field(unsigned int, hits)
 		__field(u64, wait_us)
 		__string(pool, pool)
 	),
 	TP_fast_assign(
-		__entry->ino = ino;
-		__entry->index = index;
+		__entry->block = block;
 		__entry->wanted = wanted;
 		__entry->hits = hits;
 		__entry->wait_us = wait_us;
 		tmem_assign_str(pool, pool);
 	),
-	TP_printk("pool=%s ino=%llu index=%llu wanted=%u hits=%u wait_us=%llu",
-		  __get_str(pool), __entry->ino, __entry->index, __entry->wanted, __entry->hits,
-		  __entry->wait_us)
+	TP_printk("pool=%s block=%llu wanted=%u hits=%u wait_us=%llu", __get_str(pool),
+		  __entry->block, __entry->wanted, __entry->hits, __entry->wait_us)
 );
 
 /*
- * Entries were erased: @pages entries for pages @first to @last of an inode. Inode 0 means all
- * inodes of the pool, and pool "*" all pools. An invalidation that erases nothing is not traced.
+ * Entries were erased: @pages entries of blocks @first to @last. An invalidation that erases nothing
+ * is not traced.
  */
 TRACE_EVENT(tmem_invalidate,
-	TP_PROTO(const char *pool, u64 ino, u64 first, u64 last, unsigned long pages,
-		 const char *reason),
-	TP_ARGS(pool, ino, first, last, pages, reason),
+	TP_PROTO(const char *pool, u64 first, u64 last, unsigned long pages, const char *reason),
+	TP_ARGS(pool, first, last, pages, reason),
 	TP_STRUCT__entry(
-		__field(u64, ino)
 		__field(u64, first)
 		__field(u64, last)
 		__field(unsigned long, pages)
@@ -84,16 +76,14 @@ TRACE_EVENT(tmem_invalidate,
 		__string(reason, reason)
 	),
 	TP_fast_assign(
-		__entry->ino = ino;
 		__entry->first = first;
 		__entry->last = last;
 		__entry->pages = pages;
 		tmem_assign_str(pool, pool);
 		tmem_assign_str(reason, reason);
 	),
-	TP_printk("pool=%s ino=%llu first=%llu last=%llu pages=%lu reason=%s",
-		  __get_str(pool), __entry->ino, __entry->first, __entry->last, __entry->pages,
-		  __get_str(reason))
+	TP_printk("pool=%s first=%llu last=%llu pages=%lu reason=%s", __get_str(pool),
+		  __entry->first, __entry->last, __entry->pages, __get_str(reason))
 );
 
 /*
@@ -117,20 +107,17 @@ TRACE_EVENT(tmem_breaker,
  * content check, the file system of the page is not cached until it is mounted again.
  */
 TRACE_EVENT(tmem_poison,
-	TP_PROTO(const char *reason, u64 ino, u64 index),
-	TP_ARGS(reason, ino, index),
+	TP_PROTO(const char *reason, u64 block),
+	TP_ARGS(reason, block),
 	TP_STRUCT__entry(
-		__field(u64, ino)
-		__field(u64, index)
+		__field(u64, block)
 		__string(reason, reason)
 	),
 	TP_fast_assign(
-		__entry->ino = ino;
-		__entry->index = index;
+		__entry->block = block;
 		tmem_assign_str(reason, reason);
 	),
-	TP_printk("ino=%llu index=%llu reason=%s", __entry->ino, __entry->index,
-		  __get_str(reason))
+	TP_printk("block=%llu reason=%s", __entry->block, __get_str(reason))
 );
 
 #endif /* _TMEM_TRACE_H */

@@ -197,28 +197,10 @@ static bool came_back(struct tmem_admit *admit, struct page *page)
 }
 
 /**
- * tmem_moved() - move the bit "came from the pool" of a page to the page that now has its content
- * @from: the page that tmem_get() filled
- * @to: the page of the page cache that has the content now
- *
- * Context: any.
- */
-void tmem_moved(struct page *from, struct page *to)
-{
-	struct tmem_dev *dev;
-
-	rcu_read_lock();
-	dev = rcu_dereference(tmem_device);
-	if (dev && came_back(dev->admit, from))
-		tmem_admit_back(dev, to);
-	rcu_read_unlock();
-}
-
-/**
  * tmem_admit() - decide whether an evicted page should be put
  * @dev: the device
- * @key: pool and inode
- * @index: page number
+ * @key: object of its block
+ * @index: place of the block in the object
  * @page: the page; the function clears its bit "came from the pool"
  * @workingset: the page was used again after it was read in
  *
@@ -229,9 +211,9 @@ void tmem_moved(struct page *from, struct page *to)
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
 		bool workingset)
 {
-	u64 inode = mix(mix(key->ino) + key->pool->serial);
-	u64 hash = mix(inode ^ index >> LEAF_SHIFT);
-	u64 chunk = mix(inode ^ index >> VIRTIO_TMEM_CHUNK_SHIFT) >> 32;
+	u64 object = mix(mix(key->object) + key->pool->serial);
+	u64 hash = mix(object ^ index >> LEAF_SHIFT);
+	u64 chunk = mix(object ^ index >> VIRTIO_TMEM_CHUNK_SHIFT) >> 32;
 	struct tmem_admit *admit = dev->admit;
 	bool back = came_back(admit, page);
 	bool seen = seen_before(admit, hash, index & (LEAF_PAGES - 1));

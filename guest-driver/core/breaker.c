@@ -4,15 +4,14 @@
  *
  * Each get has a deadline. Beyond that, the breaker opens, and the driver then requests nothing
  * until a probe is answered quickly. The breaker opens in each of these cases:
- * - LATE_ROW_MAX calls in a row were late. Of fetches that were in flight together, one counts.
- * - Abandoned requests have more than half of the bounce pages at the host. A single call for a
- *   large window can cause this.
+ * - LATE_ROW_MAX fetches in a row were late. Of fetches that were in flight together, one counts.
+ * - Abandoned requests have more than half of the bounce pages at the host.
  * - The device does not answer a request on the control queue, and then no GENERATION request.
  *   Without this, the state would stay "on" while no page is read and the back end is gone.
- * - The waits of slow calls have filled a bucket. A call is slow if it waits longer than a quarter
- *   of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
- *   WAIT_PERIOD deadlines, but not during a slow call. Only the time until the answer counts, and
- *   at most one deadline for each call. The time from the answer until the scheduler runs the
+ * - The waits for slow fetches have filled a bucket. A fetch is slow if it takes longer than a
+ *   quarter of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
+ *   WAIT_PERIOD deadlines, but not during a slow fetch. Only the time until the answer counts, and
+ *   at most one deadline for each fetch. The time from the answer until the scheduler runs the
  *   reader does not count, because a reader of the disk would wait for it, too. A time in which
  *   several slow fetches are in flight counts once.
  *
@@ -26,7 +25,7 @@
 #include "../trace.h"
 #include "get.h"
 
-/* The breaker opens after this many tmem_get() calls in a row that missed the deadline. */
+/* The breaker opens after this many fetches in a row that missed the deadline. */
 #define LATE_ROW_MAX		3
 /*
  * The breaker also opens when abandoned requests (not answered before the deadline) have more than
@@ -34,7 +33,7 @@
  */
 #define KEPT_DIVISOR		2
 /*
- * The breaker adds up the waits of slow calls in a leaky bucket. The bucket holds WAIT_BUDGET
+ * The breaker adds up the waits for slow fetches in a leaky bucket. The bucket holds WAIT_BUDGET
  * deadlines, and loses as much in WAIT_PERIOD deadlines.
  */
 #define WAIT_BUDGET		10
@@ -50,7 +49,7 @@ static bool host_keeps(struct tmem_dev *dev)
 }
 
 /*
- * Returns the fill of the breaker's bucket in ns: the waits of slow calls, minus the part that has
+ * Returns the fill of the breaker's bucket in ns: the waits for slow fetches, minus the part that has
  * leaked until now. The caller holds dev->get_lock.
  */
 static u64 slow_ns(struct tmem_dev *dev)
@@ -142,7 +141,7 @@ static bool note(struct tmem_dev *dev, const struct waits *waits)
 		WRITE_ONCE(dev->late_row, waits->late ? dev->late_row + 1 : 0);
 	if (waits->slow) {
 		/*
-		 * The bucket does not leak during a slow call; otherwise readers could wait longer
+		 * The bucket does not leak during a slow fetch; otherwise readers could wait longer
 		 * than the bound in the header of this file.
 		 */
 		dev->slow_at_ns = min(dev->slow_at_ns + waits->host_ns, ktime_get_ns());
@@ -184,36 +183,7 @@ static bool is_slow(u64 host_ns)
 }
 
 /**
- * tmem_breaker_note() - record the waits of a get with requests, and open the breaker if needed
- * @dev: the device
- * @late: a request was not answered before the deadline
- * @waited_ns: time that the reader waited
- * @host_ns: part of this time in which a request was neither answered nor late
- */
-void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_ns)
-{
-	struct waits waits = {
-		.late = late,
-		.slow = is_slow(host_ns),
-		.waited_ns = waited_ns,
-		.host_ns = host_ns,
-	};
-	bool opens;
-
-	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
-	if (waits.slow)
-		tmem_count(TMEM_STAT_slow);
-	if (!is_noted(dev, &waits))
-		return;
-	spin_lock_irq(&dev->get_lock);
-	opens = note(dev, &waits);
-	spin_unlock_irq(&dev->get_lock);
-	if (opens)
-		opened(dev);
-}
-
-/**
- * tmem_breaker_note_fetch() - record a fetch with requests, and open the breaker if needed
+ * tmem_breaker_note() - record a fetch with requests, and open the breaker if needed
  * @dev: the device
  * @late: a request was not answered before the deadline
  * @awaited: a reader has waited for the fetch
@@ -227,8 +197,8 @@ void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_
  *
  * Context: process or softirq.
  */
-void tmem_breaker_note_fetch(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns,
-			     u64 sent_ns, u64 end_ns)
+void tmem_breaker_note(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns, u64 sent_ns,
+		       u64 end_ns)
 {
 	u64 host_ns = end_ns - min(begin_ns, end_ns);
 	struct waits waits = {
@@ -315,7 +285,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 			return;
 		}
 		TMEM_HOLD(probe);
-		answered = tmem_get_wait(get, 0, deadline_ns);
+		answered = tmem_get_wait(get, deadline_ns);
 		late = !answered || get->answered_ns > deadline_ns;
 		if (answered)
 			tmem_bounce_free(dev, get);

@@ -16,8 +16,8 @@
  *	    dev->get_lock		free get requests and bounce blocks
  *	      stats.c: state_lock	state for sysfs; also taken alone
  *	dev->fetch_lock		fetches in flight; no lock is taken inside
- * control_vq_lock, window_lock, the lock of the index's limit (budget.c) and the locks of admit.c,
- * bypass.c and policy.c are leaf locks. vq_lock and bucket->lock are never held together. Callers
+ * control_vq_lock, window_lock, the lock of the index's limit (budget.c) and the locks of admit.c
+ * and policy.c are leaf locks. vq_lock and bucket->lock are never held together. Callers
  * may hold mm and file system locks (i_pages), so none of these locks may be held while an mm or
  * file system lock is taken. An interrupt takes send_lock and all locks below it.
  *
@@ -219,9 +219,9 @@ struct tmem_get_req {
 	struct tmem_req req;
 	struct list_head list;		/* link in dev->get_free */
 	struct tmem_queue *queue;
-	struct tmem_fetch *fetch;	/* to which the request belongs; NULL if a task waits */
+	struct tmem_fetch *fetch;	/* to which the request belongs; NULL for a probe */
 	wait_queue_head_t wait;
-	/* number of the first page, counted from the start of the tmem_get() call */
+	/* number of the first page, counted from the start of the fetch */
 	unsigned int first;
 	unsigned int count;
 	unsigned int nr_blocks;
@@ -338,10 +338,7 @@ struct tmem_dev {
 	/* when RAM got the size ram_new_pages, in jiffies; used by the report work */
 	unsigned long ram_changed_at;
 	struct tmem_admit *admit;
-	/*
-	 * References of tasks that use the device and may sleep, such as tmem_get(), and of
-	 * fetches.
-	 */
+	/* References of tasks that use the device and may sleep, and of fetches. */
 	struct percpu_ref users;
 	struct completion unused;	/* completed when the last reference is released */
 
@@ -385,14 +382,14 @@ struct tmem_dev {
 	unsigned int nr_bounce_free;
 	/* number of blocks of abandoned get requests, which the host may still write to */
 	unsigned int nr_kept;
-	/* tmem_get() calls in a row that missed the deadline; written under get_lock */
+	/* fetches in a row that missed the deadline; written under get_lock */
 	unsigned int late_row;
 	/* fill of the breaker's leaky bucket; guarded by get_lock */
 	u64 slow_ns;
 	u64 slow_at_ns;			/* when the bucket last leaked; guarded by get_lock */
 	/* ends of the last slow fetch and the last late one that counted; guarded by get_lock */
 	u64 fetch_slow_ns, fetch_late_ns;
-	/* longest wait of a tmem_get() call; written under get_lock */
+	/* longest wait of a reader; written under get_lock */
 	u64 wait_max_ns;
 	bool tripped;			/* the breaker is open; written under get_lock */
 
@@ -495,7 +492,7 @@ long tmem_index_pages(void);
 long tmem_index_retained_pages(void);
 bool tmem_index_has_room_for_small(void);
 
-/* Place of an inode's entries in the index. The functions below are implemented in index.c. */
+/* Place of an object's entries in the index. The functions below are implemented in index.c. */
 struct tmem_where {
 	u64 object;
 	u32 pool;
@@ -514,10 +511,6 @@ bool tmem_index_retained(const struct tmem_key *key, pgoff_t index);
 int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct tmem_where *where,
 		    u64 *offset);
 bool tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
-
-/* implemented in bypass.c */
-int tmem_bypass_init(struct tmem_pool *pool, struct tmem_pool *old);
-void tmem_bypass_free(struct tmem_pool *pool);
 
 /* implemented in evict.c */
 void tmem_evict_init(void);
@@ -538,7 +531,7 @@ struct tmem_pool {
 	struct list_head list;		/* link in tmem_pools or tmem_pools_freed */
 	char name[32];
 	/*
-	 * Number of the pool, which is never reused. It selects the buckets of the pool's inodes,
+	 * Number of the pool, which is never reused. It selects the buckets of the pool's objects,
 	 * which the id cannot do, because the id may change.
 	 */
 	u32 serial;
@@ -550,8 +543,10 @@ struct tmem_pool {
 	 */
 	u32 retired_id;
 	bool freed;			/* freed by the hooks; guarded by tmem_pools_lock */
-	struct tmem_marks *marks;	/* the pointer never changes */
 	struct tmem_policies *policies;	/* the pointer never changes */
+	unsigned long wrong;		/* bit 0: a page was wrong (wrong.c) */
+	const char *why;		/* check that found the first wrong page, or NULL */
+	u64 wrong_block;
 	struct rcu_head rcu;
 };
 
@@ -565,7 +560,7 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation);
 void tmem_pools_exit(void);
 
 /* implemented in policy.c */
-int tmem_policy_init(struct tmem_pool *pool, struct tmem_pool *old);
+int tmem_policy_init(struct tmem_pool *pool);
 void tmem_policy_free(struct tmem_pool *pool);
 
 /* implemented in ring.c */

@@ -60,7 +60,7 @@ static void sweep_work_fn(struct work_struct *work)
 	unsigned long i;
 
 	TMEM_TEST_COUNT(sweeps);
-	for (i = 0; i < 1UL << tmem_bucket_bits; i += !!budget) {
+	for (i = 0; i < NR_TMEM_BUCKETS; i += !!budget) {
 		budget = SWEEP_OBJECTS;
 		spin_lock_irq(&tmem_buckets[i].lock);
 		for (link = &tmem_buckets[i].objects; (object = chain_object(link));
@@ -75,7 +75,8 @@ static void sweep_work_fn(struct work_struct *work)
 		}
 		spin_unlock_irq(&tmem_buckets[i].lock);
 		while ((object = chain_pop(&freed))) {
-			tmem_object_free(object);
+			tmem_leaf_free_all(object);
+			tmem_object_release(object);
 			cond_resched();
 		}
 		cond_resched();
@@ -182,7 +183,7 @@ static void evict(enum victims victims, unsigned long visits, long low)
 		if (!evict_step(&tmem_buckets[evict_hand], victims, &evict_object, &evict_leaf)) {
 			evict_object = U64_MAX;
 			evict_leaf = 0;
-			evict_hand = (evict_hand + 1) & ((1U << tmem_bucket_bits) - 1);
+			evict_hand = (evict_hand + 1) & (NR_TMEM_BUCKETS - 1);
 			visits--;
 		}
 		cond_resched();
@@ -205,8 +206,8 @@ static void evict_full(long low)
 		return;
 	/* A walk that begins inside a bucket visits the first part of this bucket at its end. */
 	if (tmem_index_retained_pages())
-		evict(RETAINED_LEAVES, (1UL << tmem_bucket_bits) + 1, low);
-	evict(ALL_LEAVES, (2UL << tmem_bucket_bits) + 1, low);
+		evict(RETAINED_LEAVES, NR_TMEM_BUCKETS + 1, low);
+	evict(ALL_LEAVES, 2 * NR_TMEM_BUCKETS + 1, low);
 	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
@@ -222,7 +223,7 @@ static void evict_full(long low)
  */
 static void evict_small(long low)
 {
-	unsigned long buckets = 1UL << tmem_bucket_bits;
+	unsigned long buckets = NR_TMEM_BUCKETS;
 	long used = atomic_long_read(&tmem_index_used_bytes);
 
 	if (tmem_index_allows_small())

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Fetches: gets for which no task waits in this driver.
+ * Fetches: gets of the pages of a bio. No task waits for them in this driver.
  *
  * A reader may poll for the answers for a moment. After that, the device's interrupt takes the
  * answers, and a tasklet copies and checks the pages and ends the fetch. Softirqs do what the end
  * of a read from a disk does, too.
  *
- * One timer gives up fetches whose deadline has passed. Their requests are abandoned, as those of
- * tasks that wait (request.c), so a silent host delays a fetch until its deadline only. Fetches are
+ * One timer gives up fetches whose deadline has passed. Their requests are abandoned
+ * (request.c), so a silent host delays a fetch until its deadline only. Fetches are
  * in the order of their deadlines, and the timer is armed only while there is one.
  *
  * The driver takes a request and its bounce pages before it takes the entries out of the index, so
@@ -359,8 +359,8 @@ static void fetch_end(struct tmem_fetch *fetch)
 	}
 	if (call->nr_sent) {
 		fetch_forget(dev, fetch);
-		tmem_breaker_note_fetch(dev, call->late, fetch->awaited, fetch->begin_ns,
-					fetch->sent_ns, end_ns);
+		tmem_breaker_note(dev, call->late, fetch->awaited, fetch->begin_ns,
+				  fetch->sent_ns, end_ns);
 	}
 	tmem_admit_learn(dev, call->hits, call->lost);
 	tmem_get_trace(&fetch->key, fetch->index, fetch->nr, call->hits, fetch->begin_ns);
@@ -468,7 +468,6 @@ bool tmem_fetch_start(struct tmem_fetch *fetch)
 		.index = fetch->index,
 		.pages = fetch->pages,
 		.want = fetch->want,
-		.inside_end = ULONG_MAX,
 		.deadline_ns = fetch->deadline_ns,
 		.bucket = tmem_index_bucket(&fetch->key),
 		.fetch = fetch,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * State of a get, which the files that request pages, take answers and wait for them share. A task
- * waits for the answers of a tmem_get(). Nobody waits for those of a tmem_fetch_start().
+ * State of a get, which the files that request pages and take answers share. hooks/fill.c gets pages
+ * with tmem_fetch_start().
  */
 #ifndef _TMEM_GET_H
 #define _TMEM_GET_H
@@ -15,8 +15,8 @@
 #define TMEM_GET_BURST		16
 
 /*
- * A tmem_get() call is slow if it waits longer for answers than the deadline divided by this
- * number. A disk would be as fast as a slow call.
+ * A fetch is slow if it takes longer than the deadline divided by this number. A disk would be as
+ * fast as a slow fetch.
  */
 #define TMEM_SLOW_DIVISOR		4
 
@@ -43,20 +43,16 @@ struct tmem_get_call {
 	pgoff_t index;
 	struct page **pages;
 	unsigned long *want;
-	pgoff_t inside_end;
 	u64 generation;
 	u64 deadline_ns;
-	u32 bucket;			/* bucket of the inode in the index */
-	/* Called when TMEM_GET_BURST requests are in flight, to finish them; or NULL. */
-	void (*full)(struct tmem_get_call *call);
-	struct tmem_fetch *fetch;	/* NULL if a task waits */
+	u32 bucket;			/* bucket of the object in the index */
+	struct tmem_fetch *fetch;
 	struct tmem_get_req *spare;	/* reserved request, or NULL */
 	struct tmem_get_sent sent[TMEM_GET_BURST];
 	unsigned int nr_sent;
 	unsigned int hits;
 	unsigned int lost;		/* pages that the host reported as missing */
-	bool late;
-	bool answered;			/* at least one answer came in time */
+	bool late;			/* an answer did not come in time */
 };
 
 /*
@@ -68,7 +64,8 @@ struct tmem_fetch {
 	pgoff_t index;
 	unsigned int nr;		/* pages, all of one object of the index */
 	struct page **pages;		/* locked, not uptodate */
-	unsigned long *want;		/* as in tmem_get() */
+	/* bit i is set if page i is wanted; at the end, if it was got */
+	unsigned long *want;
 	u64 *check64;			/* content checks of the pages that were got */
 	u64 deadline_ns;		/* from tmem_get_deadline_ns() */
 	bool awaited;			/* a reader will wait for the pages: poll for the answers */
@@ -103,7 +100,7 @@ u64 tmem_get_span_ns(void);
 u64 tmem_get_spin_ns(void);
 int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool);
 bool tmem_get_abandon(struct tmem_get_req *get);
-bool tmem_get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_ns);
+bool tmem_get_wait(struct tmem_get_req *get, u64 deadline_ns);
 void tmem_get_count_wait(u64 waited_ns);
 void tmem_get_miss(struct tmem_get_call *call, unsigned int i, enum tmem_stat why);
 void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int to);
@@ -113,9 +110,8 @@ void tmem_get_trace(const struct tmem_key *key, pgoff_t index, unsigned int want
 		    unsigned int hits, u64 begin_ns);
 
 /* implemented in breaker.c */
-void tmem_breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_ns);
-void tmem_breaker_note_fetch(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns,
-			     u64 sent_ns, u64 end_ns);
+void tmem_breaker_note(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns, u64 sent_ns,
+		       u64 end_ns);
 
 /* implemented in bounce.c */
 void tmem_fetch_release(struct tmem_fetch *fetch, struct tmem_queue *queue);

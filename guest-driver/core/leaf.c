@@ -237,8 +237,7 @@ static int change_class(struct object __rcu **head, struct object **where, enum 
 	 * A reader without the lock may read these fields now, because an object that was freed at
 	 * this address may have been in the table. So write them with WRITE_ONCE().
 	 */
-	WRITE_ONCE(object->ino, old->ino);
-	WRITE_ONCE(object->igen, old->igen);
+	WRITE_ONCE(object->nr, old->nr);
 	WRITE_ONCE(object->pool, old->pool);
 	chain_replace(head, old, object);
 	tmem_object_release(old);

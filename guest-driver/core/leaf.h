@@ -68,9 +68,8 @@ struct leaf {
  */
 struct object {
 	struct object __rcu *next;	/* in the chain of its bucket (chain.h) */
-	u64 ino;
+	u64 nr;				/* number of the object (struct tmem_key) */
 	u64 id;				/* not read by RCU readers; see tmem_leaf_init() */
-	u32 igen;
 	u32 pool;
 	union {
 		struct leaf small;

@@ -3,12 +3,9 @@
  * Files whose pages are never put because a user requested that.
  *
  * A policy is an inode number and the generation of the inode, so that it does not apply to the
- * next inode with this number. The caller sets the policy before it erases the inode's entries, and
- * a put checks the policy under the lock that erasing takes. So the caller erases the entry of an
- * earlier put, and a later put sees the policy.
- *
- * A policy is a preference of the user, and coherence does not depend on it. Unlike
- * tmem_bypass(), setting a policy may fail.
+ * next inode with this number. It is a preference of the user, and coherence does not depend on it.
+ * The caller sets the policy before it empties the pool, which takes no put then until the puts that
+ * may have missed the policy have ended.
  */
 #include <linux/slab.h>
 
@@ -31,7 +28,6 @@ struct tmem_policies {
 	struct xarray never;
 	u32 nr_nodes;		/* nodes of never */
 	unsigned int nr;	/* number of policies; written under the lock of never */
-	unsigned int pools;	/* pools that share the policies: two while one replaces another */
 };
 
 static atomic_long_t policy_bytes;	/* bytes of all policies; part of tmem_index_used_bytes */
@@ -48,41 +44,30 @@ static bool room_for(long bytes)
 }
 
 /**
- * tmem_policy_init() - set up empty policies, or share those of the pool that is replaced
+ * tmem_policy_init() - set up empty policies
  * @pool: a new file system
- * @old: the pool that it replaces, or NULL
  *
- * Both pools share the policies from now on. A task that still uses the old pool changes them for
- * both.
- *
- * Context: process; one tmem_policy_init() or tmem_policy_free() at a time.
+ * Context: process.
  *
  * Return: 0 or -ENOMEM.
  */
-int tmem_policy_init(struct tmem_pool *pool, struct tmem_pool *old)
+int tmem_policy_init(struct tmem_pool *pool)
 {
-	if (old) {
-		pool->policies = old->policies;
-	} else {
-		pool->policies = kzalloc(sizeof(*pool->policies), GFP_KERNEL);
-		if (!pool->policies)
-			return -ENOMEM;
-		xa_init(&pool->policies->never);
-	}
-	pool->policies->pools++;
+	pool->policies = kzalloc(sizeof(*pool->policies), GFP_KERNEL);
+	if (!pool->policies)
+		return -ENOMEM;
+	xa_init(&pool->policies->never);
 	return 0;
 }
 
 /**
- * tmem_policy_free() - free the policies of a pool, unless another pool shares them
+ * tmem_policy_free() - free the policies of a pool
  * @pool: file system that is no longer in use
  *
- * Context: process; one tmem_policy_init() or tmem_policy_free() at a time.
+ * Context: process.
  */
 void tmem_policy_free(struct tmem_pool *pool)
 {
-	if (--pool->policies->pools)
-		return;
 	xa_destroy(&pool->policies->never);
 	charge(-TMEM_NODE_BYTES * pool->policies->nr_nodes);
 	kfree(pool->policies);
@@ -90,16 +75,17 @@ void tmem_policy_free(struct tmem_pool *pool)
 
 /**
  * tmem_policy_never() - check whether a policy forbids to put the inode's pages
- * @key: pool and inode
+ * @pool: file system
+ * @ino: inode number
+ * @igen: generation of the inode
  *
  * Return: true if a policy forbids it.
  */
-bool tmem_policy_never(const struct tmem_key *key)
+bool tmem_policy_never(struct tmem_pool *pool, u64 ino, u32 igen)
 {
-	struct tmem_policies *policies = key->pool->policies;
+	struct tmem_policies *policies = pool->policies;
 
-	return READ_ONCE(policies->nr) &&
-	       xa_load(&policies->never, key->ino) == xa_mk_value(key->igen);
+	return READ_ONCE(policies->nr) && xa_load(&policies->never, ino) == xa_mk_value(igen);
 }
 
 /**
@@ -128,7 +114,9 @@ void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
 
 /**
  * tmem_policy_forbid() - put no page of an inode from now on
- * @key: pool and inode
+ * @pool: file system
+ * @ino: inode number
+ * @igen: generation of the inode
  *
  * The inode's entries stay. The caller erases them afterwards.
  *
@@ -136,9 +124,9 @@ void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
  *
  * Return: 0, -ENOSPC if there are too many policies, or -ENOMEM.
  */
-int tmem_policy_forbid(const struct tmem_key *key)
+int tmem_policy_forbid(struct tmem_pool *pool, u64 ino, u32 igen)
 {
-	struct tmem_policies *policies = key->pool->policies;
+	struct tmem_policies *policies = pool->policies;
 	unsigned long flags;
 	int err = -ENOSPC;
 	u32 before;
@@ -146,10 +134,10 @@ int tmem_policy_forbid(const struct tmem_key *key)
 
 	xa_lock_irqsave(&policies->never, flags);
 	before = policies->nr_nodes;
-	fresh = !xa_load(&policies->never, key->ino);
+	fresh = !xa_load(&policies->never, ino);
 	if (!fresh || (policies->nr < POLICIES_MAX &&
-		       room_for(tmem_nodes_missing(&policies->never, key->ino) * TMEM_NODE_BYTES)))
-		err = tmem_nodes_store(&policies->never, key->ino, xa_mk_value(key->igen),
+		       room_for(tmem_nodes_missing(&policies->never, ino) * TMEM_NODE_BYTES)))
+		err = tmem_nodes_store(&policies->never, ino, xa_mk_value(igen),
 				       &policies->nr_nodes);
 	charge((policies->nr_nodes - before) * TMEM_NODE_BYTES);
 	if (!err && fresh)

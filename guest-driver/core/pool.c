@@ -32,13 +32,12 @@ static u32 last_id;
 /**
  * tmem_pool_new() - add the pool of a file system
  * @name: name for messages
- * @old: the pool that this one replaces, which the caller frees afterwards, or NULL
  *
  * Context: process, may sleep. The driver takes puts for the pool once the device has confirmed it.
  *
  * Return: the pool, or NULL if there is no memory or POOLS_FREED_MAX is reached.
  */
-struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
+struct tmem_pool *tmem_pool_new(const char *name)
 {
 	struct tmem_pool *pool = kzalloc(sizeof(*pool), GFP_KERNEL);
 
@@ -49,12 +48,8 @@ struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
 	mutex_lock(&tmem_pools_lock);
 	if (!pool->nr_pages || tmem_pools_nr_freed >= POOLS_FREED_MAX)
 		goto fail;
-	if (tmem_policy_init(pool, old))
+	if (tmem_policy_init(pool))
 		goto fail;
-	if (tmem_bypass_init(pool, old)) {
-		tmem_policy_free(pool);
-		goto fail;
-	}
 	pool->serial = ++last_serial;
 	list_add_tail(&pool->list, &tmem_pools);
 	mutex_unlock(&tmem_pools_lock);
@@ -138,8 +133,7 @@ static unsigned long retire_id(struct tmem_pool *pool, enum tmem_inval why)
 	tmem_pool_clear_id(pool);
 	tmem_count_inval(why, pages);
 	if (pages)
-		trace_tmem_invalidate(pool->name, 0, 0, TMEM_INDEX_MAX, pages,
-				      tmem_inval_name(why));
+		trace_tmem_invalidate(pool->name, 0, U32_MAX, pages, tmem_inval_name(why));
 	return pages;
 }
 
@@ -160,7 +154,6 @@ void tmem_pool_free(struct tmem_pool *pool)
 	pool->freed = true;
 	list_move_tail(&pool->list, &tmem_pools_freed);
 	tmem_pools_nr_freed++;
-	tmem_bypass_free(pool);
 	tmem_policy_free(pool);
 	if (!have_device)
 		release_freed();

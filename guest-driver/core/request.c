@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Get requests: takes entries out of the index, sends the requests for their pages, and checks the
- * answers. get.c waits for the answers.
+ * answers. fetch.c takes the answers.
  *
  * A get may let the host retain a page. The entry of such a page stays in the index, marked as
  * retained, before the page is requested. The get erases the entry if the page does not come, or
@@ -54,7 +54,7 @@ static const struct kernel_param_ops spin_us_ops = {
 
 static unsigned int deadline_ms = 20;
 module_param_cb(deadline_ms, &deadline_ms_ops, &deadline_ms, 0644);
-MODULE_PARM_DESC(deadline_ms, "longest time in ms that one readahead waits for the host (1-1000, default 20)");
+MODULE_PARM_DESC(deadline_ms, "longest time in ms that one bio waits for the host (1-1000, default 20)");
 
 static unsigned int spin_us = 30;
 module_param_cb(spin_us, &spin_us_ops, &spin_us, 0644);
@@ -172,33 +172,14 @@ int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generati
 /**
  * tmem_get_wait() - wait until a get request is answered or the deadline passes
  * @get: the request
- * @spin_until_ns: time until which the function polls
  * @deadline_ns: the deadline
- *
- * The function spins for a short time, because an idle host answers faster than a context switch
- * takes, and then sleeps.
  *
  * Context: process, may sleep.
  * Return: true if there is an answer. If there is none, the request belongs to the device.
  */
-bool tmem_get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_ns)
+bool tmem_get_wait(struct tmem_get_req *get, u64 deadline_ns)
 {
-	u64 now_ns = ktime_get_ns();
-
-	while (now_ns < spin_until_ns && !need_resched()) {
-		/* The answer to a fetch raises a softirq. */
-		local_bh_disable();
-		tmem_send_drain(get->queue);
-		local_bh_enable();
-		if (tmem_get_done(get))
-			return true;
-		cpu_relax();
-		now_ns = ktime_get_ns();
-	}
-	if (tmem_get_done(get))
-		return true;
-	if (now_ns < deadline_ns)
-		tmem_wait_event_until(get->wait, tmem_get_done(get), deadline_ns);
+	tmem_wait_event_until(get->wait, tmem_get_done(get), deadline_ns);
 	return tmem_get_abandon(get);
 }
 
@@ -253,15 +234,14 @@ static bool check_page(struct tmem_get_call *call, unsigned int i, u64 entry)
 	checks = tmem_checks_page(&tmem_keys, data);
 	kunmap_local(data);
 	if (checks.check == tmem_entry_check(entry)) {
-		if (call->fetch)
-			call->fetch->check64[i] = checks.check64;
+		call->fetch->check64[i] = checks.check64;
 		call->hits++;
 		tmem_count(TMEM_STAT_hits);
 		tmem_admit_back(call->dev, call->pages[i]);
 		return true;
 	}
 	tmem_get_miss(call, i, TMEM_STAT_misses_check);
-	tmem_poison("content check", call->key->ino, call->index + i);
+	tmem_poison("content check", tmem_key_block(call->key, call->index + i));
 	return false;
 }
 
@@ -313,7 +293,6 @@ void tmem_get_take(struct tmem_get_call *call, struct tmem_get_sent *sent)
 	unsigned int nr;
 	u64 retained = 0;
 
-	call->answered = true;
 	if (get->req.used_bytes >= sizeof(get->in.resp))
 		status = READ_ONCE(get->in.resp.status);
 	if (status == VIRTIO_TMEM_S_STALE) {
@@ -354,7 +333,7 @@ static struct tmem_get_req *take_request(struct tmem_get_call *call, unsigned in
 	struct tmem_get_req *get = call->spare;
 
 	if (!get)
-		return tmem_bounce_alloc(call->dev, count, call->fetch && call->fetch->ahead);
+		return tmem_bounce_alloc(call->dev, count, call->fetch->ahead);
 	call->spare = NULL;
 	tmem_bounce_trim(call->dev, get, count);
 	return get;
@@ -375,11 +354,6 @@ static void request_pages(struct tmem_get_call *call, struct tmem_queue *queue,
 	unsigned int nr;
 	u64 base;
 
-	if (call->nr_sent == TMEM_GET_BURST && call->full)
-		call->full(call);
-	why = TMEM_STAT_misses_late;
-	if (call->late)
-		goto no;
 	why = TMEM_STAT_misses_bounce;
 	get = call->nr_sent < TMEM_GET_BURST ? take_request(call, count) : NULL;
 	if (!get)
@@ -399,11 +373,9 @@ static void request_pages(struct tmem_get_call *call, struct tmem_queue *queue,
 	why = TMEM_STAT_misses_queue;
 	get->sent_ns = ktime_get_ns();
 	/* The answer may come at once. The caller has a use of the fetch, too. */
-	if (call->fetch)
-		atomic_inc(&call->fetch->pending);
+	atomic_inc(&call->fetch->pending);
 	if (tmem_get_submit(dev, get, call->generation, where->pool)) {
-		if (call->fetch)
-			atomic_dec(&call->fetch->pending);
+		atomic_dec(&call->fetch->pending);
 		tmem_bounce_free(dev, get);
 		goto no;
 	}
@@ -419,20 +391,6 @@ no:
 	for (nr = 0; nr < count; nr++)
 		tmem_get_miss(call, first + nr, why);
 	forget(call, where->object, first, retain);
-}
-
-/*
- * Returns the pages from .. to - 1 of the call that the host may retain: bit i for page from + i.
- */
-static u64 may_retain(struct tmem_get_call *call, unsigned int from, unsigned int to)
-{
-	pgoff_t first = call->index + from;
-	unsigned int pages;
-
-	if (first >= call->inside_end)
-		return 0;
-	pages = min_t(pgoff_t, to - from, call->inside_end - first);
-	return tmem_retain_wanted(call->dev, pages) ? GENMASK_ULL(pages - 1, 0) : 0;
 }
 
 /* Returns @count bits of @mask, from bit @first on. */
@@ -452,7 +410,7 @@ static u64 part_of(u64 mask, unsigned int first, unsigned int count)
 void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int to)
 {
 	unsigned int nr = to - from, i, run = 0;
-	u64 entry[VIRTIO_TMEM_BATCH_MAX], keep;
+	u64 entry[VIRTIO_TMEM_BATCH_MAX], keep = 0;
 	struct tmem_where where = {};
 	struct tmem_queue *queue;
 	unsigned long want = 0;
@@ -464,11 +422,13 @@ void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int t
 			want |= BIT(i);
 	if (!want)
 		return;
-	keep = may_retain(call, from, to);
+	/* All pages can be retained: at its next eviction, a page is compared with its record. */
+	if (tmem_retain_wanted(call->dev, nr))
+		keep = GENMASK_ULL(nr - 1, 0);
 	/* Let a test erase the entries here, as another CPU can at any time. */
 	if (TMEM_INJECT(erased_late))
-		tmem_invalidate(call->key->pool, call->key->ino, call->index + from,
-				call->index + to - 1, TMEM_INVAL_TRUNCATE);
+		tmem_invalidate(call->key, call->index + from, call->index + to - 1,
+				TMEM_INVAL_BLOCK);
 	tmem_index_take(call->key, call->index + from, nr, &want, keep, entry, &where);
 	queue = tmem_queue_of(call->dev, call->bucket, call->index + from);
 
@@ -511,8 +471,8 @@ void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int t
 
 /**
  * tmem_get_trace() - trace the end of a get
- * @key: pool and inode
- * @index: page number of the first page
+ * @key: object of the blocks
+ * @index: place of the first block in the object
  * @wanted: number of pages that were wanted
  * @hits: number of pages that were got
  * @begin_ns: time of the begin, or 0 if tracing was off then
@@ -521,6 +481,6 @@ void tmem_get_trace(const struct tmem_key *key, pgoff_t index, unsigned int want
 		    unsigned int hits, u64 begin_ns)
 {
 	if (begin_ns && trace_tmem_get_enabled())
-		trace_tmem_get(key->pool->name, key->ino, index, wanted, hits,
+		trace_tmem_get(key->pool->name, tmem_key_block(key, index), wanted, hits,
 			       div_u64(ktime_get_ns() - begin_ns, NSEC_PER_USEC));
 }

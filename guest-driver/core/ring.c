@@ -29,7 +29,6 @@
 #include <linux/highmem.h>
 #include <linux/mm.h>
 #include <linux/percpu.h>
-#include <linux/prefetch.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 
@@ -42,12 +41,6 @@
  * does not serve a queue, the other queues still have blocks.
  */
 #define SHARE_OF_FREE	8
-/*
- * Number of bytes of the next page that a copy prefetches. The processor's own prefetcher does not
- * go beyond the end of a page.
- */
-#define PREFETCH_BYTES	512
-
 /*
  * Takes a free block of the put ring's memory and maps it to the ring positions of @queue from
  * queue->head on. Returns false if the queue may not have another block.
@@ -201,8 +194,6 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 				       tmem_entry(slot->offset, evicted->checks.check), &where);
 	if (err) {
 		*why = err == -EIO ? TMEM_STAT_puts_dropped_memory_error :
-		       err == -EPERM ? TMEM_STAT_puts_dropped_bypass :
-		       err == -EACCES ? TMEM_STAT_puts_dropped_policy :
 		       err == -ENOSPC ? TMEM_STAT_puts_dropped_index_full :
 		       err == -ENODEV ? TMEM_STAT_puts_dropped_pool :
 		       TMEM_STAT_puts_dropped_nomem;
@@ -247,11 +238,6 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
 	check = evicted->checks.check;
 	if (TMEM_INJECT(retained_changed))
 		check ^= 1;
-	/* Let a test set a mark or a policy here, as another CPU can at any time. */
-	if (TMEM_INJECT(mark_late))
-		tmem_bypass(key->pool, key->ino);
-	if (TMEM_INJECT(policy_late))
-		tmem_policy_forbid(key);
 	err = tmem_index_hold(key, index, check, &where, &offset);
 	if (!err)
 		tmem_queue_ref(dev, &where, index, offset, epoch);
@@ -263,7 +249,7 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
  * counter of the outcome. The caller has disabled interrupts.
  */
 static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
-			   struct tmem_evicted *evicted, bool workingset, bool inside)
+			   struct tmem_evicted *evicted, bool workingset)
 {
 	/*
 	 * The filter records each evicted page, even if its decision is not needed because the page
@@ -271,7 +257,7 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 	 */
 	bool admitted = tmem_admit(dev, key, index, evicted->page, workingset);
 	enum tmem_stat why = TMEM_STAT_puts;
-	int err = inside ? refer(dev, key, index, evicted) : -ENOENT;
+	int err = refer(dev, key, index, evicted);
 
 	if (!err)
 		return TMEM_STAT_refs;
@@ -279,15 +265,9 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 		return TMEM_STAT_retained_changed;
 	if (err == -EIO)
 		return TMEM_STAT_puts_dropped_memory_error;
-	/*
-	 * If the page has no retained entry (-ENOENT), put it. If a mark or a policy forbids it
-	 * (-EPERM, -EACCES), put() fails for the same reason and counts it.
-	 */
+	/* If the page has no retained entry (-ENOENT), put it. */
 	if (!admitted)
 		return TMEM_STAT_puts_skipped_admission;
-	/* A first page that has the end of the file is the only one of its file. */
-	if (!index && !inside && !tmem_index_has_room_for_small())
-		return TMEM_STAT_puts_skipped_small;
 	put(dev, key, index, evicted, workingset, &why);
 	return why;
 }
@@ -315,11 +295,10 @@ bool tmem_evicted_read(struct tmem_evicted *evicted)
 
 /**
  * tmem_put() - offer a page that leaves the page cache
- * @key: pool and inode
- * @index: page number
+ * @key: object of its block
+ * @index: place of the block in the object
  * @evicted: the page, whose content does not change during the call
  * @workingset: the page was used again after it was read in
- * @inside: the page lies completely inside the file, so the host may have retained it
  *
  * Context: any but NMI; never waits.
  *
@@ -327,19 +306,13 @@ bool tmem_evicted_read(struct tmem_evicted *evicted)
  * entry for the page.
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct tmem_evicted *evicted,
-	      bool workingset, bool inside)
+	      bool workingset)
 {
 	enum tmem_stat why = TMEM_STAT_puts_dropped_offline;
 	struct tmem_dev *dev;
 	unsigned long flags;
 
-	if (tmem_policy_never(key)) {
-		/*
-		 * This early check only saves the copy. tmem_index_store() checks again, under the
-		 * lock that setting a policy takes.
-		 */
-		why = TMEM_STAT_puts_dropped_policy;
-	} else if (tmem_online() && index <= TMEM_INDEX_MAX) {
+	if (tmem_online()) {
 		/*
 		 * Disable interrupts: the sender cannot send later slots while this one is being
 		 * filled.
@@ -348,49 +321,22 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct tmem_evicted *ev
 		rcu_read_lock();
 		dev = rcu_dereference(tmem_device);
 		if (dev)
-			why = take(dev, key, index, evicted, workingset, inside);
+			why = take(dev, key, index, evicted, workingset);
 		rcu_read_unlock();
 		local_irq_restore(flags);
 	}
 	tmem_count(why);
-	trace_tmem_put(key->pool->name, key->ino, index, workingset, tmem_stat_name(why));
+	trace_tmem_put(key->pool->name, tmem_key_block(key, index), workingset,
+		       tmem_stat_name(why));
 	if (why == TMEM_STAT_puts || why == TMEM_STAT_refs)
 		return true;
-	tmem_invalidate(key->pool, key->ino, index, index, TMEM_INVAL_DROPPED);
+	tmem_invalidate(key, index, index, TMEM_INVAL_DROPPED);
 	if (why == TMEM_STAT_puts_dropped_cookies)
 		tmem_dev_resync_any(true);
 	else if (why == TMEM_STAT_retained_changed)
-		tmem_bypass_wrong(key->pool, "a clean page changed while the host kept it",
-				  key->ino, index);
+		tmem_pool_wrong(key->pool, "a clean page changed while the host kept it",
+				tmem_key_block(key, index));
 	return false;
-}
-
-/**
- * tmem_put_pages() - offer neighbouring pages of a folio that leaves the page cache
- * @key: pool and inode
- * @index: number of the first page
- * @page: the first page; the others follow it in memory
- * @nr: number of pages
- * @workingset: the pages were used again after they were read in
- * @inside_end: number of the first page that does not lie completely inside the file
- *
- * Context: any but NMI; never waits.
- *
- * Return: number of pages that the put ring took, or that the host has.
- */
-unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
-			    unsigned int nr, bool workingset, pgoff_t inside_end)
-{
-	struct tmem_evicted evicted;
-	unsigned int i, taken = 0;
-
-	for (i = 0; i < nr; i++) {
-		if (i + 1 < nr)
-			prefetch_range(page_address(page + i + 1), PREFETCH_BYTES);
-		evicted = (struct tmem_evicted){ .page = page + i };
-		taken += tmem_put(key, index + i, &evicted, workingset, index + i < inside_end);
-	}
-	return taken;
 }
 
 /**

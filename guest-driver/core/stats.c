@@ -98,29 +98,27 @@ void tmem_state_tripped(bool tripped)
 /**
  * tmem_poison() - stop all puts and gets because a page was wrong
  * @why: the check that found the page
- * @ino: inode number
- * @index: page number
+ * @block: block of the page
  *
  * Context: any but NMI.
  */
-void tmem_poison(const char *why, u64 ino, pgoff_t index)
+void tmem_poison(const char *why, u64 block)
 {
 	unsigned long flags;
 	bool first;
 
 	tmem_count(TMEM_STAT_mismatches);
-	trace_tmem_poison(why, ino, index);
+	trace_tmem_poison(why, block);
 	spin_lock_irqsave(&state_lock, flags);
 	first = !poison_reason[0];
 	if (first)
-		scnprintf(poison_reason, sizeof(poison_reason), "%s, inode %llu page %lu", why, ino,
-			  index);
+		scnprintf(poison_reason, sizeof(poison_reason), "%s, block %llu", why, block);
 	update_online();
 	spin_unlock_irqrestore(&state_lock, flags);
 	if (!first)
 		return;
-	pr_crit("a page was wrong (%s, inode %llu page %lu): the cache is off until the module is loaded again; check the host\n",
-		why, ino, index);
+	pr_crit("a page was wrong (%s, block %llu): the cache is off until the module is loaded again; check the host\n",
+		why, block);
 	tmem_dev_report_any();
 }
 
@@ -157,11 +155,6 @@ void tmem_core_set_served(u64 types, const char *text)
 	tmem_dev_report_any();
 }
 
-static bool none_served(void)
-{
-	return *note && !served;
-}
-
 /**
  * tmem_core_set_note() - set a note that the sysfs file "state" shows while the cache works
  * @text: one line without its end
@@ -190,7 +183,7 @@ u32 tmem_state_report(u64 *hooks)
 	*hooks = hooks_live | served;
 	if (poison_reason[0])
 		state = VIRTIO_TMEM_R_POISONED;
-	else if (hooks_reason[0] || none_served())
+	else if (hooks_reason[0])
 		state = VIRTIO_TMEM_R_OFF;
 	else if (!ready)
 		state = VIRTIO_TMEM_R_OFFLINE;
@@ -217,8 +210,6 @@ ssize_t tmem_state_show(char *buf)
 		len = sysfs_emit(buf, "poisoned: %s\n", poison_reason);
 	else if (hooks_reason[0])
 		len = sysfs_emit(buf, "off: %s\n", hooks_reason);
-	else if (none_served())
-		len = sysfs_emit(buf, "off: %s\n", note);
 	else if (!ready)
 		len = sysfs_emit(buf, "%s: %s\n", rcu_access_pointer(tmem_device) ?
 				 "offline" : "off", offline_reason);

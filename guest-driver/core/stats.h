@@ -41,9 +41,9 @@ static inline void tmem_count(enum tmem_stat stat)
 
 static inline void tmem_count_inval(enum tmem_inval why, unsigned long n)
 {
-	BUILD_BUG_ON(TMEM_STAT_invalidations_block - TMEM_STAT_invalidations_removed !=
+	BUILD_BUG_ON(TMEM_STAT_invalidations_block - TMEM_STAT_invalidations_unmount !=
 		     NR_TMEM_INVAL - 1);
-	tmem_count_n(TMEM_STAT_invalidations_removed + why, n);
+	tmem_count_n(TMEM_STAT_invalidations_unmount + why, n);
 }
 
 static inline const char *tmem_stat_name(enum tmem_stat stat)
@@ -53,7 +53,7 @@ static inline const char *tmem_stat_name(enum tmem_stat stat)
 
 static inline const char *tmem_inval_name(enum tmem_inval why)
 {
-	return tmem_stat_names[TMEM_STAT_invalidations_removed + why];
+	return tmem_stat_names[TMEM_STAT_invalidations_unmount + why];
 }
 
 u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);

@@ -38,16 +38,12 @@ TMEM_STAT(index_evicted)
  * or they have a memory error.
  */
 TMEM_STAT(puts_dropped_offline)
-TMEM_STAT(puts_dropped_bypass)
 TMEM_STAT(puts_dropped_policy)
 TMEM_STAT(puts_dropped_memory_error)
 TMEM_STAT(puts_skipped_admission)
 TMEM_STAT(puts_skipped_offline)
 TMEM_STAT(puts_skipped_inode)
-TMEM_STAT(puts_skipped_size)
-TMEM_STAT(puts_skipped_small)
 TMEM_STAT(puts_skipped_folio)
-TMEM_STAT(puts_skipped_marked)
 TMEM_STAT(puts_skipped_off)
 TMEM_STAT(puts_skipped_block)
 TMEM_STAT(retained_changed)
@@ -74,7 +70,7 @@ TMEM_STAT(retained_hits)
 TMEM_STAT(retained_evicted)
 
 /*
- * Pages that callers of tmem_get() wanted, and their results. The counter hits includes ring_hits.
+ * Pages that fetches wanted, and their results. The counter hits includes ring_hits.
  */
 TMEM_STAT(gets)
 TMEM_STAT(hits)
@@ -89,11 +85,8 @@ TMEM_STAT(misses_host)
 TMEM_STAT(misses_answer)
 TMEM_STAT(misses_check)
 
-/* Readaheads that the driver left to the disk because their reader must not wait. */
-TMEM_STAT(reads_nowait)
-
 /*
- * Fetches (gets for which no task waits in the driver) that sent a request, and their ends: all
+ * Fetches (gets of one bio) that sent a request, and their ends: all
  * answers came while the reader polled; all came later; one did not come before the deadline. The
  * other fetches are in flight.
  */
@@ -151,23 +144,15 @@ TMEM_STAT(get_waits_longer)
 TMEM_STAT(get_waits_ns)
 
 /* Index entries that were erased, by reason, in the order of enum tmem_inval. */
-TMEM_STAT(invalidations_removed)
-TMEM_STAT(invalidations_dirty)
-TMEM_STAT(invalidations_truncate)
-TMEM_STAT(invalidations_direct)
-TMEM_STAT(invalidations_move_ext)
-TMEM_STAT(invalidations_inode)
 TMEM_STAT(invalidations_unmount)
 TMEM_STAT(invalidations_dropped)
 TMEM_STAT(invalidations_generation)
-TMEM_STAT(invalidations_fadvise)
 TMEM_STAT(invalidations_off)
 TMEM_STAT(invalidations_block)
 
-/* Comparisons of hits with the disk (hooks/verify.c): made, with a difference, and failed reads. */
+/* Comparisons of hits with the disk (hooks/verify.c): begun, and with a difference. */
 TMEM_STAT(verified_hits)
 TMEM_STAT(verify_mismatches)
-TMEM_STAT(verify_errors)
 
 /*
  * Records of disk blocks (hooks/blocks.h). Pages that a read or a write recorded, and that were not
@@ -183,7 +168,6 @@ TMEM_STAT(blocks_unseen)
 TMEM_STAT(blocks_puts_equal)
 TMEM_STAT(blocks_puts_other)
 TMEM_STAT(blocks_puts_none)
-TMEM_STAT(blocks_puts_host)
-/* Pages read from the disk whose block a get would have served: with equal and with other bytes. */
+/* Results of these comparisons: equal and other bytes. Writes and errors void a comparison. */
 TMEM_STAT(blocks_gets_equal)
 TMEM_STAT(blocks_gets_wrong)

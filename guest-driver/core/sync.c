@@ -236,7 +236,7 @@ static bool send_report(struct tmem_dev *dev, u64 generation, bool *full)
 		.late = cpu_to_le64(tmem_stat_sum(TMEM_STAT_late, TMEM_STAT_late)),
 		.mismatches = cpu_to_le64(tmem_stat_sum(TMEM_STAT_mismatches,
 							TMEM_STAT_mismatches)),
-		.invalidations = cpu_to_le64(tmem_stat_sum(TMEM_STAT_invalidations_removed,
+		.invalidations = cpu_to_le64(tmem_stat_sum(TMEM_STAT_invalidations_unmount,
 							   TMEM_STAT_invalidations_block)),
 	};
 	strscpy_pad(report->kernel, init_utsname()->release, sizeof(report->kernel));

@@ -7,7 +7,7 @@
  *	stats/<counter>	see stats_list.h
  *	stats/index_pages, index_retained_pages, index_bytes, memory_bytes: current values;
  *			index_bytes with its table
- *	stats/wait_max_us: longest wait of a tmem_get() call for this device
+ *	stats/wait_max_us: longest wait of a reader for this device
  *	stats/puts_eligible, puts_lost: sums of counters, see stats.h
  */
 #include <linux/kobject.h>

@@ -118,14 +118,12 @@ void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr)
 	pgoff_t index;
 	u32 part;
 
-	if (tmem_blocks_mode != TMEM_BLOCKS_ON)
-		return;
 	rcu_read_lock();
 	fs = tmem_fs_find(sb);
 	for (; fs && nr; first += part, nr -= part) {
 		index = tmem_block_key(&key, fs->pool, first);
 		part = min_t(u32, nr, BIT(TMEM_OBJECT_BITS) - index);
-		tmem_invalidate(key.pool, key.ino, index, index + part - 1, TMEM_INVAL_BLOCK);
+		tmem_invalidate(&key, index, index + part - 1, TMEM_INVAL_BLOCK);
 	}
 	rcu_read_unlock();
 }
@@ -378,7 +376,7 @@ void tmem_area_free(struct tmem_area *area)
 }
 
 /**
- * tmem_areas_init() - make the tables, if the parameter "blocks" needs them
+ * tmem_areas_init() - make the tables
  *
  * Return: 0 or -ENOMEM.
  */

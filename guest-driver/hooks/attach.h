@@ -23,8 +23,8 @@ struct tmem_args;
 #ifdef TMEM_INTREE
 #include <linux/tmem_hooks.h>
 
-/* Maximum number of arguments that a hook reads. __ext4_warning() needs five. */
-#define TMEM_ARGS_MAX 5
+/* Maximum number of arguments that a hook reads. */
+#define TMEM_ARGS_MAX 1
 
 struct tmem_args {
 	unsigned long value[TMEM_ARGS_MAX];

@@ -247,7 +247,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 	if (bio->bi_opf & REQ_POLLED || is_encoded(bio) || !bio->bi_end_io ||
 	    !bio_sectors(bio) || !folio_test_locked(page_folio(bio_page(bio))))
 		return false;
-	if (tmem_blocks_mode == TMEM_BLOCKS_ON && deadline_ns && fill(bio, deadline_ns))
+	if (deadline_ns && fill(bio, deadline_ns))
 		return true;
 	nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
 	t = track_new(bio, nr_pages, false);
@@ -375,20 +375,17 @@ bool tmem_bio_begin(struct bio *bio)
 	}
 }
 
-/* Disables a mount, because the host would have returned other bytes than the disk for a page. */
-static void block_mount(const struct super_block *sb, struct page *page)
+/* Disables a mount, because the host would have returned other bytes than the disk for a block. */
+static void block_mount(const struct super_block *sb, u32 block)
 {
-	struct folio *folio = page_folio(page);
 	struct tmem_fs *fs;
 
 	tmem_count(TMEM_STAT_verify_mismatches);
 	rcu_read_lock();
 	fs = tmem_fs_find(sb);
 	if (fs) {
-		tmem_bypass_wrong(fs->pool, "a page from the host differs from the disk",
-				  folio->mapping->host->i_ino,
-				  folio->index + folio_page_idx(folio, page));
-		tmem_fs_sweep_soon(fs);
+		tmem_pool_wrong(fs->pool, "a page from the host differs from the disk", block);
+		tmem_fs_flush(fs);
 	}
 	rcu_read_unlock();
 }
@@ -403,9 +400,8 @@ static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 		tmem_record_flush(block_at(t, at), seq, t->check[t->at], bv->bv_page);
 	else if (t->write)
 		write_part(t, at, bv, -1);
-	else if (seq && good && !tmem_record_fill(block_at(t, at), seq, bv->bv_page) &&
-		 tmem_blocks_mode == TMEM_BLOCKS_ON)
-		block_mount(t->sb, bv->bv_page);
+	else if (seq && good && !tmem_record_fill(block_at(t, at), seq, bv->bv_page))
+		block_mount(t->sb, block_at(t, at) - t->area_first);
 }
 
 /* Returns whether all pages are done. The iterator of the bio itself has changed meanwhile. */

@@ -33,16 +33,6 @@
 #define TMEM_BLOCK_SHIFT	12
 #define TMEM_BLOCK_SECTORS	(1 << (TMEM_BLOCK_SHIFT - SECTOR_SHIFT))
 
-/* Use of the records: values of the parameter "blocks". */
-enum tmem_blocks_mode {
-	TMEM_BLOCKS_OFF,
-	TMEM_BLOCKS_SHADOW,	/* records and counts, decides nothing */
-	TMEM_BLOCKS_VETO,	/* refuses puts of pages whose bytes have no record */
-	TMEM_BLOCKS_ON,		/* puts and gets are by block; nothing about files decides */
-};
-
-extern enum tmem_blocks_mode tmem_blocks_mode;
-
 /* --- records.c ----------------------------------------------------------------------------- */
 
 /* Result of the comparison of an evicted page with the record of its block. */
@@ -50,7 +40,6 @@ enum tmem_verdict {
 	TMEM_VERDICT_EQUAL,
 	TMEM_VERDICT_OTHER,	/* other bytes than the last transfer */
 	TMEM_VERDICT_NONE,	/* no hint, or no record of the block */
-	TMEM_VERDICT_HOST,	/* the bytes came from the host, which checked them */
 };
 
 int tmem_records_init(void);
@@ -68,7 +57,6 @@ enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
 				      void (*put)(u32 block, void *arg), void *arg);
 void tmem_record_dirty(struct folio *folio);
 void tmem_record_forget(struct folio *folio);
-void tmem_record_from_host(struct folio *folio);
 
 /* --- areas.c ------------------------------------------------------------------------------- */
 
@@ -113,23 +101,18 @@ void tmem_areas_exit(void);
 
 /* --- fill.c -------------------------------------------------------------------------------- */
 
-/*
- * Number of blocks of an object of the index, as a power of two. Blocks of one object share locks,
- * and neighbours share leaves.
- */
-#define TMEM_OBJECT_BITS 18
+/* Maximum number of blocks that are looked up in the index at a time. */
+#define TMEM_RUN_PAGES 64
 
 /*
- * Sets the key of a block, counted from the beginning of its area, and returns its page index. No
- * inode has such a number.
+ * Returns whether the reader must not sleep, as with RWF_NOWAIT or in io_uring's first attempt. The
+ * flags of its request do not reach the bio, but since 6.12 the page cache sets PF_MEMALLOC_NOIO
+ * for such a reader during readahead. Kernel threads that always have this flag, such as the thread
+ * of a loop device, do not count: they wait for the disk as well.
  */
-static inline pgoff_t tmem_block_key(struct tmem_key *key, struct tmem_pool *pool, u32 block)
+static inline bool tmem_must_not_wait(void)
 {
-	*key = (struct tmem_key){
-		.pool = pool,
-		.ino = BIT_ULL(63) | block >> TMEM_OBJECT_BITS,
-	};
-	return block & (BIT(TMEM_OBJECT_BITS) - 1);
+	return (current->flags & (PF_MEMALLOC_NOIO | PF_KTHREAD)) == PF_MEMALLOC_NOIO;
 }
 
 bool tmem_is_filled(struct page *page, const struct super_block *sb);

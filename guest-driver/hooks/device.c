@@ -17,41 +17,37 @@
 
 #include "../compat.h"
 #include "../virtio_tmem_ioctl.h"
-#include "blocks.h"
 #include "hooks.h"
 
-static int file_get(const struct tmem_key *key, const struct inode *inode,
+static int file_get(struct tmem_pool *pool, const struct inode *inode,
 		    struct virtio_tmem_file *req)
 {
-	req->policy = tmem_policy_never(key) ? VIRTIO_TMEM_POLICY_NEVER :
-					       VIRTIO_TMEM_POLICY_DEFAULT;
+	req->policy = tmem_policy_never(pool, inode->i_ino, inode->i_generation) ?
+		      VIRTIO_TMEM_POLICY_NEVER : VIRTIO_TMEM_POLICY_DEFAULT;
 	req->cached_pages = READ_ONCE(inode->i_mapping->nrpages);
-	req->held_pages = tmem_held_pages(key);
+	/* Which blocks belong to the file is not known. */
+	req->held_pages = 0;
 	return 0;
 }
 
-static int file_set(const struct tmem_key *key, u32 policy)
+static int file_set(struct tmem_pool *pool, const struct inode *inode, u32 policy)
 {
 	int err;
 
 	switch (policy) {
 	case VIRTIO_TMEM_POLICY_DEFAULT:
-		tmem_policy_forget(key->pool, key->ino);
+		tmem_policy_forget(pool, inode->i_ino);
 		return 0;
 	case VIRTIO_TMEM_POLICY_NEVER:
-		err = tmem_policy_forbid(key);
+		err = tmem_policy_forbid(pool, inode->i_ino, inode->i_generation);
 		/*
-		 * Set the policy before erasing the entries: a put in between would add an entry
-		 * that nothing erases.
+		 * Which blocks belong to the file is not known, so all pages are dropped. The
+		 * policy is set before: the pool takes puts again only when puts that may have
+		 * missed the policy have ended (create_one()).
 		 */
-		if (err)
-			return err;
-		/* Which blocks belong to the file is not known, so all pages are dropped. */
-		if (tmem_blocks_mode == TMEM_BLOCKS_ON)
-			tmem_pool_empty(key->pool);
-		else
-			tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
-		return 0;
+		if (!err)
+			tmem_pool_empty(pool);
+		return err;
 	default:
 		return -EINVAL;
 	}
@@ -60,7 +56,6 @@ static int file_set(const struct tmem_key *key, u32 policy)
 static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file *req)
 {
 	struct inode *inode = file_inode(file);
-	struct tmem_key key;
 	struct tmem_fs *fs;
 	int err;
 
@@ -68,15 +63,10 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 		return -EINVAL;
 	if (!tmem_owner_or_capable(file))
 		return -EPERM;
-	/*
-	 * Another struct tmem_fs may replace @fs during the call. The old and the new one share
-	 * their policies, and the new one takes no puts before this function calls tmem_fs_put().
-	 */
 	fs = tmem_fs_get(inode->i_sb);
 	if (fs) {
-		tmem_fs_key(fs, inode, &key);
-		err = cmd == VIRTIO_TMEM_IOC_GET ? file_get(&key, inode, req) :
-						   file_set(&key, req->policy);
+		err = cmd == VIRTIO_TMEM_IOC_GET ? file_get(fs->pool, inode, req) :
+						   file_set(fs->pool, inode, req->policy);
 		tmem_fs_put(fs);
 	} else {
 		err = tmem_fs_note(inode->i_sb) ? -EAGAIN : -EOPNOTSUPP;

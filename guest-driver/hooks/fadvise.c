@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * POSIX_FADV_DONTNEED: the driver does not put pages that such a call evicts, and erases the
- * entries of the call's range. Coherence does not depend on this, because the advice is only a
+ * POSIX_FADV_DONTNEED: the driver does not put pages that such a call evicts. The advice is only a
  * hint. There is a fixed number of slots for running calls. The driver puts the pages that a call
- * without a slot evicts, and erases their entries when the call ends.
+ * without a slot evicts.
  */
 #include <linux/fadvise.h>
 #include <linux/fs.h>
@@ -57,7 +56,6 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 		     end >> PAGE_SHIFT : ULONG_MAX;
 	/* A range that contains no whole page evicts nothing, and needs no slot. */
 	unsigned int slot = nr > first ? 0 : TMEM_FADVISE_MAX;
-	struct tmem_fs *fs;
 	int ret;
 
 	for (; slot < TMEM_FADVISE_MAX; slot++) {
@@ -76,14 +74,6 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 	if (slot < TMEM_FADVISE_MAX) {
 		WRITE_ONCE(fadvise_ranges[slot].mapping, NULL);
 		clear_bit_unlock(slot, &fadvise_used);
-	}
-	if (ret || nr <= first)
-		return ret;
-
-	fs = tmem_fs_get(inode->i_sb);
-	if (fs) {
-		tmem_invalidate_range(fs->pool, inode->i_ino, first, nr - 1, TMEM_INVAL_FADVISE);
-		tmem_fs_put(fs);
 	}
 	return ret;
 }

@@ -310,7 +310,7 @@ static bool fill_end(struct fill *fill)
 	bool whole, verify;
 
 	/* A wrong page may have blocked the mount meanwhile. */
-	if (tmem_bypass_is_all(fill->fs->pool))
+	if (tmem_pool_is_wrong(fill->fs->pool))
 		bitmap_zero(fill->want, nr);
 	verify = !bitmap_empty(fill->want, nr) &&
 		 tmem_verify_due(fill->fs, bitmap_weight(fill->want, nr));
@@ -318,7 +318,7 @@ static bool fill_end(struct fill *fill)
 		if (!tmem_record_got(fill->block + i, fill->seq[i], fill->page[i],
 				     fill->check64[i], verify))
 			__clear_bit(i, fill->want);
-	this_cpu_add(fill->fs->mount->counts->hits, bitmap_weight(fill->want, nr));
+	this_cpu_add(fill->fs->cpu->hits, bitmap_weight(fill->want, nr));
 	/* In the sample, the disk reads all pages, whose bytes are compared with the records. */
 	if (verify) {
 		tmem_count_n(TMEM_STAT_verified_hits, bitmap_weight(fill->want, nr));
@@ -399,8 +399,7 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	fs = tmem_fs_get(area->sb);
 	if (!fs)
 		return filled;
-	/* If live is set, the pool has pages of this mount; pairs with tmem_fs_register(). */
-	if (!smp_load_acquire(&fs->live) || tmem_bypass_is_all(fs->pool))
+	if (!READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool))
 		goto put;
 	part = choose(fs, block, nr, &from, &suffix);
 	TMEM_HOLD(fill);
@@ -420,10 +419,7 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	fill->fetch.awaited = awaited;
 	fill->fetch.deadline_ns = deadline_ns;
 	INIT_WORK(&fill->work, rest_fn);
-	/* No write erases a pool that was replaced. Sequence numbers show later writes. */
-	if (!smp_load_acquire(&fs->live) && !TMEM_WITHOUT(LIVE))
-		bitmap_zero(fill->want, part);
-	this_cpu_add(fs->mount->counts->gets, bitmap_weight(fill->want, part));
+	this_cpu_add(fs->cpu->gets, bitmap_weight(fill->want, part));
 	/* A worker submits the rest, which must not have the worker's priority. */
 	if (IOPRIO_PRIO_CLASS(bio->bi_ioprio) == IOPRIO_CLASS_NONE)
 		bio->bi_ioprio = get_current_ioprio();

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Internal interface of the table of file systems: for fs.c, which looks file systems up for hooks;
- * for discover.c, which adds and removes them; and for the files that examine a mount.
+ * Internal interface of the table of file systems: for fs.c, which looks file systems up for hooks,
+ * and for discover.c, which adds and removes them.
  */
 #ifndef _TMEM_FS_H
 #define _TMEM_FS_H
@@ -16,8 +16,6 @@
 /* Maximum number of mounts that are served at the same time. */
 #define TMEM_FS_MAX 64
 #define TMEM_FS_HASH_BITS 6
-/* Size in bytes of the line that says which wrong page blocks a mount. */
-#define TMEM_BLOCKED_BYTES 192
 
 /*
  * A hook requests a discovery for each page of an unknown file system, which may be one that cannot
@@ -28,16 +26,15 @@
 
 extern DECLARE_HASHTABLE(tmem_fs_hash, TMEM_FS_HASH_BITS);
 extern spinlock_t tmem_fs_lock;			/* guards writers of tmem_fs_hash */
-/* Guards tmem_fs_type.off, tmem_mount.off, and the code that sets tmem_fs.live from them. */
+/* Guards tmem_fs_type.off, tmem_fs.off, and the code that sets tmem_fs.live from them. */
 extern struct mutex tmem_fs_switch_lock;
 
 extern unsigned long tmem_fs_types_noted;	/* bit i: discovery of tmem_fs_types[i] is due */
-extern bool tmem_fs_stopped;			/* true: the work items below must not be queued */
+extern bool tmem_fs_stopped;			/* true: the work item below must not be queued */
 extern unsigned int tmem_fs_fruitless;		/* discoveries in a row that found nothing */
-/* Work items of discover.c, which gives them their functions. */
-extern struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;
+/* Work item of discover.c, which gives it its function. */
+extern struct delayed_work tmem_fs_discovery;
 
-bool tmem_sb_has_option(struct super_block *sb, const char *option);
-const char *tmem_ext4_refusal(struct super_block *sb);
+void tmem_fs_start(struct tmem_fs *fs);
 
 #endif /* _TMEM_FS_H */

@@ -21,8 +21,8 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* Maximum number of targets. Used are 21: mm and VFS 8, bios 1, self-test 1, ext4 7, xfs 4. */
-#define TMEM_TARGETS_MAX 24
+/* Maximum number of targets: mm and VFS 5, bios 1, self-test 1. */
+#define TMEM_TARGETS_MAX 7
 
 /*
  * Largest distance in bytes from a function's address to its traced instruction. That instruction

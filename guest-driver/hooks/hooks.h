@@ -1,17 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Declarations that the files of hooks/ share.
- *
- * Three rules apply to all of these files. An inode is eligible if its pages may be put:
- * - An invalidation erases entries even if the inode is not eligible now, because it may have been
- *   eligible earlier.
- * - Code that finds an inode ineligible erases its entries, because the inode may become eligible
- *   again with other contents.
- * - A hook that fails leaves no index entry for the pages that it was called for.
+ * Declarations that the files of hooks/ share. blocks.h has those for disk blocks, and the rules of
+ * coherence, which depend on blocks only.
  *
  * Lock order, outermost first: hooks_mutex of init.c, s_umount, discovery_lock of discover.c,
- * tmem_fs_switch_lock, a folio's lock, the i_pages lock, the list lock of verify.c, the locks of
- * the core. Access to a sysfs file of mounts.c counts as a lock below s_umount and discovery_lock.
+ * tmem_fs_switch_lock, a folio's lock, the i_pages lock, the locks of the records, the locks of the
+ * core. Access to a sysfs file of mounts.c counts as a lock below s_umount and discovery_lock.
  */
 #ifndef _TMEM_HOOKS_H
 #define _TMEM_HOOKS_H
@@ -31,23 +25,12 @@
 enum tmem_hook {
 	TMEM_HOOK_REMOVED,	/* tracepoint: page leaves the page cache; also makes puts */
 	TMEM_HOOK_DIRTY,	/* tracepoint: page made dirty */
-	TMEM_HOOK_TRUNCATE,	/* truncate_inode_pages_range() */
-	TMEM_HOOK_DIRECT,	/* invalidate_inode_pages2_range() */
+	TMEM_HOOK_BIO,		/* submit_bio() */
 	TMEM_HOOK_MOUNT,	/* security_sb_set_mnt_opts() */
 	TMEM_HOOK_UNMOUNT,	/* generic_shutdown_super() */
 	TMEM_HOOK_FADVISE,	/* generic_fadvise() */
 	TMEM_HOOK_DROP_SLAB,	/* drop_slab(): second half of drop_caches=3 */
 	TMEM_HOOK_RECLAIM,	/* try_to_unmap_flush(): after some evictions of reclaim */
-	TMEM_HOOK_MOVE_EXT,	/* ext4_move_extents() */
-	TMEM_HOOK_SWAPON,	/* the file system's ->swap_activate */
-	TMEM_HOOK_BMAP,		/* the file system's ->bmap */
-	TMEM_HOOK_QUOTA,	/* dquot_disable() */
-	TMEM_HOOK_READAHEAD,	/* the file system's ->readahead */
-	TMEM_HOOK_READ_FOLIO,	/* the file system's ->read_folio */
-	TMEM_HOOK_CONVERSION,	/* __ext4_warning(), for failed conversions */
-	TMEM_HOOK_JOURNAL_ABORT,	/* jbd2_journal_abort() */
-	TMEM_HOOK_FS_ERROR,	/* tracepoints: ext4_error, ext4_shutdown */
-	TMEM_HOOK_BIO,		/* submit_bio() */
 	TMEM_HOOK_SELFTEST,	/* a function of this module's own */
 	NR_TMEM_HOOKS
 };
@@ -130,8 +113,6 @@ void tmem_selftest_saw_call(enum tmem_hook hook);
 /* A type of file system that is served. tmem_fs_types[] ends with an entry without a name. */
 struct tmem_fs_type {
 	const char *name;
-	/* Returns true if clean pages of a mapping equal the disk, as coherence requires. */
-	bool (*mapping_ok)(const struct address_space *mapping);
 	/*
 	 * True if the module searches for mounts of this type when it is loaded, because the type
 	 * is built in or loaded early.
@@ -139,11 +120,9 @@ struct tmem_fs_type {
 	bool at_load;
 	unsigned int report_bit;	/* bit of the type in reports: VIRTIO_TMEM_H_... */
 
-	/* Written under discovery_lock; all but why_failed are also read without it. */
+	/* Written under discovery_lock; also read without it. */
 	struct file_system_type *fst;
-	bool active;
-	bool failed;
-	char why_failed[TMEM_REFUSED_BYTES];
+	bool active;			/* a mount was found */
 
 	/* switched off by the operator; guarded by tmem_fs_switch_lock */
 	bool off;
@@ -154,104 +133,58 @@ extern struct tmem_fs_type tmem_fs_types[];
 
 struct tmem_area;
 
-struct tmem_mount_counts {
-	unsigned long puts, gets, hits;
-};
-
-/*
- * A mount as sysfs shows it, from its registration until it is unmounted. If a struct tmem_fs of
- * the mount is replaced by another one, both point to the same struct tmem_mount.
- */
-struct tmem_mount {
-	struct kobject kobj;
-	struct completion released;
-	const struct super_block *sb;	/* only compared, never dereferenced */
-	struct tmem_fs_type *type;
-	struct tmem_mount_counts __percpu *counts;
-	/* switched off by the operator; guarded by tmem_fs_switch_lock */
-	bool off;
-	char refused[TMEM_REFUSED_BYTES];	/* why the driver refuses the mount, or empty */
-	bool sweep;			/* a sweep of the marks is requested */
-	struct tmem_area *area;		/* its disk blocks, or NULL (blocks.h) */
-	/* earliest time of the next sweep, in jiffies; written under discovery_lock */
-	unsigned long next_sweep;
-};
-
 /* Per-CPU part of the state of a file system, so that CPUs do not share its cache lines. */
 struct tmem_fs_cpu {
 	long users;			/* calls of tmem_fs_get() minus calls of tmem_fs_put() */
-	/* hits that verify.c has counted on this CPU; it compares every n-th one */
-	unsigned long hits;
+	unsigned long puts, gets, hits;	/* pages */
+	/* reads that verify.c has counted on this CPU; it selects every n-th one */
+	unsigned long reads;
 };
 
-/* A mounted file system. */
+/* A mounted file system, and its directory in sysfs (mounts.c). */
 struct tmem_fs {
 	struct hlist_node node;		/* read under RCU; writers hold tmem_fs_lock */
 	const struct super_block *sb;	/* only compared, never dereferenced */
-	const struct tmem_fs_type *type;
-	struct tmem_mount *mount;	/* outlives this structure */
+	struct tmem_fs_type *type;
 	struct tmem_pool *pool;
+	struct tmem_area *area;		/* its disk blocks, or NULL (blocks.h) */
 	bool live;			/* puts and gets are allowed */
-	bool flush;			/* the discovery will replace the pool by an empty one */
+	bool flush;			/* the discovery will empty the pool */
+	/* switched off by the operator; guarded by tmem_fs_switch_lock */
+	bool off;
+	char refused[TMEM_REFUSED_BYTES];	/* why the driver refuses the mount, or empty */
 	struct tmem_fs_cpu __percpu *cpu;
-	struct rcu_head rcu;
 	/* hits that verify.c has counted, up to TMEM_VERIFY_FIRST_HITS */
 	atomic_t first_hits;
+	struct kobject kobj;
+	struct completion released;
+	struct rcu_head rcu;
 };
 
 struct tmem_fs *tmem_fs_find(const struct super_block *sb);
 struct tmem_fs *tmem_fs_get(const struct super_block *sb);
 void tmem_fs_put(struct tmem_fs *fs);
+void tmem_fs_flush(struct tmem_fs *fs);
 void tmem_fs_flush_all(void);
 bool tmem_fs_note(const struct super_block *sb);
 bool tmem_fs_serves(const struct super_block *sb);
-void tmem_fs_sweep_soon(struct tmem_fs *fs);
-void tmem_fs_walk(struct super_block *sb, bool (*visit)(struct inode *inode, void *arg), void *arg);
-bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
 bool tmem_fs_inode_secret(const struct inode *inode);
-void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on);
-int tmem_fs_blocked(const struct tmem_fs *fs, char *buf, size_t bytes);
-int tmem_fs_state(const struct tmem_mount *mount, char *buf, size_t bytes);
-unsigned long tmem_fs_pages(const struct tmem_mount *mount);
-
-static inline void tmem_fs_key(const struct tmem_fs *fs, const struct inode *inode,
-			       struct tmem_key *key)
-{
-	key->pool = fs->pool;
-	key->ino = inode->i_ino;
-	key->igen = inode->i_generation;
-}
+void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_fs *fs, bool on);
+int tmem_fs_state(const struct tmem_fs *fs, char *buf, size_t bytes);
 
 /* --- discover.c ---------------------------------------------------------------------------- */
 
 void tmem_fs_drop(const struct super_block *sb);
 void tmem_fs_mounted(struct super_block *sb);
 void tmem_fs_setup(void);
-int tmem_fs_init(void);
+void tmem_fs_init(void);
 void tmem_fs_stop(void);
 void tmem_fs_exit(void);
 
-/* --- marks.c ------------------------------------------------------------------------------- */
-
-void tmem_fs_bypass(struct tmem_fs *fs, struct inode *inode, enum tmem_inval why);
-void tmem_fs_emptied(struct tmem_fs *fs, const struct inode *inode);
-void tmem_fs_clear_mark(struct tmem_fs *fs, struct inode *inode, unsigned long own);
-void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode);
-bool tmem_fs_mark_suspects(struct tmem_fs *fs, struct super_block *sb);
-bool tmem_fs_sweep(struct tmem_fs *fs, struct super_block *sb);
-
-/* --- errors.c ------------------------------------------------------------------------------ */
-
-void tmem_entry_ext4_warning(struct tmem_args *args);
-void tmem_entry_journal_abort(struct tmem_args *args);
-void tmem_probe_ext4_error(void *data, struct super_block *sb, const char *function,
-			   unsigned int line);
-void tmem_probe_ext4_shutdown(void *data, struct super_block *sb, unsigned long flags);
-
 /* --- mounts.c ------------------------------------------------------------------------------ */
 
-struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_type *type);
-void tmem_mount_free(struct tmem_mount *mount);
+int tmem_mount_add(struct tmem_fs *fs, dev_t dev);
+void tmem_mount_remove(struct tmem_fs *fs);
 int tmem_mounts_init(void);
 void tmem_mounts_stop(void);
 void tmem_mounts_exit(void);
@@ -263,11 +196,10 @@ bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
 /* --- put.c --------------------------------------------------------------------------------- */
 
 /*
- * Maximum number of pages of a folio that are put; the entries of its other pages are erased.
- * Reclaim removes a folio with interrupts off, and the puts of one folio may take 20 us of this
- * time. A put of a page that is not in the processor's cache takes up to 0.8 us there
- * (docs/benchmarks/history.md). The number is a power of two like the sizes of folios, because a
- * get fills all pages of a folio or none. 32 pages are the default readahead window.
+ * Maximum number of pages of a folio that are put. Reclaim removes a folio with interrupts off, and
+ * the puts of one folio may take 20 us of this time. A put of a page that is not in the processor's
+ * cache takes up to 0.8 us there (docs/benchmarks/history.md). 32 pages are the default readahead
+ * window.
  */
 #define TMEM_FOLIO_MAX_PAGES 32
 
@@ -279,7 +211,6 @@ void tmem_probe_added(void *data, struct folio *folio);
 
 int tmem_probes_register(void);
 void tmem_probes_unregister(void);
-bool tmem_probes_see_errors(void);
 void tmem_probe_new_mounts(bool on);
 
 /* --- ftrace.c, or intree.c ----------------------------------------------------------------- */
@@ -338,9 +269,9 @@ static inline void tmem_leave(void)
 	barrier();
 }
 
-/* --- coherence.c --------------------------------------------------------------------------- */
+/* --- vfs.c --------------------------------------------------------------------------------- */
 
-int tmem_coherence_add(void);
+int tmem_vfs_add(void);
 void tmem_drop_slab_add(void);
 
 /* --- reclaim.c ----------------------------------------------------------------------------- */
@@ -353,48 +284,10 @@ bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
 int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice);
 bool tmem_wants_fadvise(struct tmem_args *args);
 
-/* --- direct.c ------------------------------------------------------------------------------ */
-
-void tmem_entry_direct(struct tmem_args *args);
-void tmem_entry_move_ext(struct tmem_args *args);
-void tmem_entry_swapon(struct tmem_args *args);
-void tmem_entry_bmap(struct tmem_args *args);
-void tmem_entry_quota(struct tmem_args *args);
-
-/* --- read.c -------------------------------------------------------------------------------- */
-
-/* Maximum number of pages of one tmem_get(), and therefore of a folio that a get fills. */
-#define TMEM_RUN_PAGES 64
-
-/*
- * Returns whether the reader must not sleep, as with RWF_NOWAIT or in io_uring's first attempt. The
- * flags of its request do not reach ->readahead, but since 6.12 the page cache sets
- * PF_MEMALLOC_NOIO for such a reader during readahead. Kernel threads that always have this flag,
- * such as the thread of a loop device, do not count: they wait for the disk as well.
- */
-static inline bool tmem_must_not_wait(void)
-{
-	return (current->flags & (PF_MEMALLOC_NOIO | PF_KTHREAD)) == PF_MEMALLOC_NOIO;
-}
-
-void tmem_wrap_readahead(struct readahead_control *rac);
-int tmem_wrap_read_folio(struct file *file, struct folio *folio);
-
 /* --- verify.c ------------------------------------------------------------------------------ */
 
-struct tmem_verify;
-
 bool tmem_verify_due(struct tmem_fs *fs, unsigned int pages);
-struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgoff_t index,
-				    loff_t isize);
-struct page *tmem_verify_page(struct tmem_verify *v);
-void tmem_verify_cancel(struct tmem_verify *v);
-void tmem_verify_submit(struct tmem_verify *v);
-void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t last);
-void tmem_verify_void_fs(const struct tmem_fs *fs);
 void tmem_verify_untested(const char *release);
-int tmem_verify_init(void);
-void tmem_verify_exit(void);
 
 /* --- device.c ------------------------------------------------------------------------------ */
 

@@ -15,7 +15,6 @@
 
 #include "../compat.h"
 #include "blocks.h"
-#include "hooks.h"
 
 #define TMEM_TESTED_RELEASES_MAX 4
 
@@ -123,8 +122,7 @@ static bool hooks_down(void)
 	stopped = tmem_targets_stop();
 	if (stopped && ftrace_on) {
 		tmem_targets_drain();
-		if (tmem_blocks_mode)
-			tmem_bio_wait();
+		tmem_bio_wait();
 	}
 	if (stopped)
 		ftrace_on = false;
@@ -138,13 +136,8 @@ static int hooks_up(void)
 	int err;
 
 	tmem_targets_reset();
-	err = tmem_verify_init();
-	if (err) {
-		tmem_hooks_off("no memory for the hooks; load the module again");
-		return err;
-	}
-	err = tmem_coherence_add();
-	if (!err && tmem_blocks_mode)
+	err = tmem_vfs_add();
+	if (!err)
 		err = tmem_bio_add();
 	if (err)
 		return err;
@@ -177,8 +170,6 @@ static int hooks_up(void)
 	tmem_reclaim_add();
 	tmem_hooks_set(TMEM_HOOK_REMOVED);
 	tmem_hooks_set(TMEM_HOOK_DIRTY);
-	if (tmem_probes_see_errors())
-		tmem_hooks_set(TMEM_HOOK_FS_ERROR);
 	return 0;
 }
 
@@ -215,7 +206,6 @@ static int take_hooks(void)
 	if (err) {
 		if (!hooks_down())
 			__module_get(THIS_MODULE);
-		tmem_verify_exit();
 		tmem_hooks_report();
 		return err;
 	}
@@ -241,7 +231,6 @@ static int release_hooks(void)
 	}
 	hooks_taken = false;
 	tmem_hooks_off("hooks are released; writing 1 to hooks_enabled takes them again");
-	tmem_verify_exit();
 	tmem_fs_exit();
 	return 0;
 }
@@ -282,16 +271,14 @@ int tmem_hooks_init(void)
 	err = tmem_mounts_init();
 	if (err)
 		return err;
-	if (tmem_blocks_mode) {
-		err = tmem_fill_init();
-		if (!err)
-			err = tmem_areas_init();
-		if (err) {
-			tmem_fill_exit();
-			tmem_mounts_stop();
-			tmem_mounts_exit();
-			return err;
-		}
+	err = tmem_fill_init();
+	if (!err)
+		err = tmem_areas_init();
+	if (err) {
+		tmem_fill_exit();
+		tmem_mounts_stop();
+		tmem_mounts_exit();
+		return err;
 	}
 	mutex_lock(&hooks_mutex);
 	take_hooks();
@@ -331,15 +318,8 @@ void tmem_hooks_exit(void)
 	tmem_mounts_stop();
 	if (!hooks_down())
 		never_return();
-	/*
-	 * Finish the comparisons with the disk before their file systems are freed. Comparisons
-	 * access folios only, and use the address of the super block to tell file systems apart.
-	 */
-	tmem_verify_exit();
 	tmem_fs_exit();
 	tmem_mounts_exit();
-	if (tmem_blocks_mode) {
-		tmem_areas_exit();
-		tmem_fill_exit();
-	}
+	tmem_areas_exit();
+	tmem_fill_exit();
 }

@@ -8,15 +8,12 @@
  * checks under RCU whether it is registered. The code is never unloaded.
  */
 #include <linux/export.h>
-#include <linux/jbd2.h>
 #include <linux/rcupdate.h>
-#include <linux/swap.h>
 
 #include "blocks.h"
-#include "hooks.h"
 
-/* Maximum number of targets. Used are 21: mm and VFS 8, bios 1, self-test 1, ext4 7, xfs 4. */
-#define TMEM_TARGETS_MAX 24
+/* Maximum number of targets: mm and VFS 5, bios 1, self-test 1. */
+#define TMEM_TARGETS_MAX 7
 
 DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
 EXPORT_SYMBOL_GPL(tmem_hooks_key);
@@ -28,11 +25,8 @@ static bool targets_on, probes_on, added_on;
 
 DEFINE_PER_CPU(long, tmem_nr_inside);
 
-/*
- * Returns the target of a function, or of a hook if @function is 0. Hooks of file system operations
- * have a function for each file system; all other hooks have one function.
- */
-static const struct tmem_target *find_target(enum tmem_hook hook, unsigned long function)
+/* Returns the target of a hook, or NULL. */
+static const struct tmem_target *find_target(enum tmem_hook hook)
 {
 	/*
 	 * Read the number before the entries, so that all entries below nr are complete. Pairs with
@@ -41,7 +35,7 @@ static const struct tmem_target *find_target(enum tmem_hook hook, unsigned long 
 	unsigned int i, nr = smp_load_acquire(&nr_targets);
 
 	for (i = 0; i < nr; i++)
-		if (function ? targets[i].addr == function : targets[i].hook == hook)
+		if (targets[i].hook == hook)
 			return &targets[i];
 	return NULL;
 }
@@ -51,14 +45,14 @@ static const struct tmem_target *find_target(enum tmem_hook hook, unsigned long 
  * NULL. If there is a replacement, the task counts as a task inside the replacement until the
  * caller calls tmem_leave().
  */
-static void *hook_enter(enum tmem_hook hook, const void *function, struct tmem_args args)
+static void *hook_enter(enum tmem_hook hook, struct tmem_args args)
 {
 	const struct tmem_target *target = NULL;
 	void *wrap = NULL;
 
 	rcu_read_lock();
 	if (READ_ONCE(targets_on))
-		target = find_target(hook, (unsigned long)function);
+		target = find_target(hook);
 	if (!target)
 		goto unlock;
 	if (unlikely(READ_ONCE(tmem_selftest_mapping)))
@@ -76,8 +70,7 @@ unlock:
 	return wrap;
 }
 
-#define ARGS(...) ((struct tmem_args){ .value = { __VA_ARGS__ } })
-#define ARG(pointer) ((unsigned long)(pointer))
+#define ARGS(pointer) ((struct tmem_args){ .value = { (unsigned long)(pointer) } })
 
 /* --- called by the kernel ------------------------------------------------------------------ */
 
@@ -133,99 +126,6 @@ void tmem_hook_dirty(struct folio *folio, struct address_space *mapping)
 }
 
 /**
- * tmem_hook_fs_error() - handle an error that ext4 found, or a forced shutdown that is about to
- * begin
- * @sb: its super block
- */
-void tmem_hook_fs_error(struct super_block *sb)
-{
-	rcu_read_lock();
-	if (READ_ONCE(probes_on))
-		tmem_probe_ext4_error(NULL, sb, NULL, 0);
-	rcu_read_unlock();
-}
-EXPORT_SYMBOL_GPL(tmem_hook_fs_error);
-
-/**
- * tmem_hook_readahead() - read folios, from the host or by the file system's ->readahead
- * @rac: the request
- */
-void tmem_hook_readahead(struct readahead_control *rac)
-{
-	const struct address_space_operations *aops = rac->mapping->a_ops;
-	void (*wrap)(struct readahead_control *rac);
-
-	wrap = hook_enter(TMEM_HOOK_READAHEAD, aops->readahead, ARGS(ARG(rac)));
-	if (!wrap) {
-		aops->readahead(rac);
-		return;
-	}
-	wrap(rac);
-	tmem_leave();
-}
-
-/**
- * tmem_hook_read_folio() - read a folio, from the host or by a function of the file system
- * @filler: the function
- * @file: the file; may be NULL
- * @folio: the folio, locked
- *
- * Return: what the function returns.
- */
-int tmem_hook_read_folio(filler_t *filler, struct file *file, struct folio *folio)
-{
-	filler_t *wrap;
-	int ret;
-
-	wrap = hook_enter(TMEM_HOOK_READ_FOLIO, filler, ARGS(ARG(file), ARG(folio)));
-	if (!wrap)
-		return filler(file, folio);
-	ret = wrap(file, folio);
-	tmem_leave();
-	return ret;
-}
-
-/**
- * tmem_hook_direct_write() - handle the entry of invalidate_inode_pages2_range()
- * @mapping: the mapping
- */
-void tmem_hook_direct_write(struct address_space *mapping)
-{
-	hook_enter(TMEM_HOOK_DIRECT, NULL, ARGS(ARG(mapping)));
-}
-
-/**
- * tmem_hook_swapon() - handle a call of a file system's ->swap_activate that is about to begin
- * @sis: the swap area
- * @file: its file
- */
-void tmem_hook_swapon(struct swap_info_struct *sis, struct file *file)
-{
-	hook_enter(TMEM_HOOK_SWAPON, file->f_mapping->a_ops->swap_activate,
-		   ARGS(ARG(sis), ARG(file)));
-}
-
-/**
- * tmem_hook_bmap() - handle a call of a file system's ->bmap that is about to begin
- * @mapping: the mapping
- */
-void tmem_hook_bmap(struct address_space *mapping)
-{
-	hook_enter(TMEM_HOOK_BMAP, mapping->a_ops->bmap, ARGS(ARG(mapping)));
-}
-
-/**
- * tmem_hook_move_extents() - handle two files of an ext4 that are about to exchange blocks
- * @orig: first argument of ext4_move_extents()
- * @donor: second argument of ext4_move_extents()
- */
-void tmem_hook_move_extents(struct file *orig, struct file *donor)
-{
-	hook_enter(TMEM_HOOK_MOVE_EXT, NULL, ARGS(ARG(orig), ARG(donor)));
-}
-EXPORT_SYMBOL_GPL(tmem_hook_move_extents);
-
-/**
  * tmem_hook_submit_bio() - handle a bio that is being submitted
  * @bio: the bio, whose sectors count from the beginning of its partition
  *
@@ -237,7 +137,7 @@ bool tmem_hook_submit_bio(struct bio *bio)
 	bool taken;
 
 	/* Do not call the replacement of submit_bio() that hook_enter() returns. */
-	if (!tmem_blocks_mode || !hook_enter(TMEM_HOOK_BIO, NULL, ARGS(ARG(bio))))
+	if (!hook_enter(TMEM_HOOK_BIO, ARGS(bio)))
 		return false;
 	taken = tmem_bio_begin(bio);
 	tmem_leave();
@@ -251,7 +151,7 @@ bool tmem_hook_submit_bio(struct bio *bio)
 void tmem_hook_bio_queue(struct bio *bio)
 {
 	rcu_read_lock();
-	if (tmem_blocks_mode && READ_ONCE(probes_on))
+	if (READ_ONCE(probes_on))
 		tmem_probe_bio_queue(NULL, bio);
 	rcu_read_unlock();
 }
@@ -265,52 +165,17 @@ void tmem_hook_bio_queue(struct bio *bio)
 void tmem_hook_rq_issue(struct request *rq)
 {
 	rcu_read_lock();
-	if (tmem_blocks_mode && READ_ONCE(probes_on))
+	if (READ_ONCE(probes_on))
 		tmem_probe_rq_issue(NULL, rq);
 	rcu_read_unlock();
 }
-
-/**
- * tmem_hook_quota() - handle the entry of dquot_disable()
- * @sb: the super block, s_umount held
- */
-void tmem_hook_quota(struct super_block *sb)
-{
-	hook_enter(TMEM_HOOK_QUOTA, NULL, ARGS(ARG(sb)));
-}
-
-/**
- * tmem_hook_conversion_failed() - handle unwritten blocks that ext4 could not convert
- * @inode: the inode
- */
-void tmem_hook_conversion_failed(struct inode *inode)
-{
-	/*
-	 * These are arguments of __ext4_warning(). A driver that is a module hooks that function
-	 * instead, and tmem_entry_ext4_warning() takes its arguments.
-	 */
-	hook_enter(TMEM_HOOK_CONVERSION, NULL,
-		   ARGS(ARG(inode->i_sb), ARG("ext4_convert_unwritten_extents"), 0, 0,
-			inode->i_ino));
-}
-EXPORT_SYMBOL_GPL(tmem_hook_conversion_failed);
-
-/**
- * tmem_hook_journal_abort() - handle the entry of jbd2_journal_abort()
- * @journal: the journal
- */
-void tmem_hook_journal_abort(struct journal_s *journal)
-{
-	hook_enter(TMEM_HOOK_JOURNAL_ABORT, NULL, ARGS(ARG(journal)));
-}
-EXPORT_SYMBOL_GPL(tmem_hook_journal_abort);
 
 /**
  * tmem_hook_drop_slab() - handle the entry of drop_slab()
  */
 void tmem_hook_drop_slab(void)
 {
-	hook_enter(TMEM_HOOK_DROP_SLAB, NULL, ARGS(0));
+	hook_enter(TMEM_HOOK_DROP_SLAB, ARGS(0));
 }
 
 /**
@@ -322,7 +187,7 @@ void tmem_hook_reclaim(void)
 {
 	void (*wrap)(void);
 
-	wrap = hook_enter(TMEM_HOOK_RECLAIM, NULL, ARGS(0));
+	wrap = hook_enter(TMEM_HOOK_RECLAIM, ARGS(0));
 	if (!wrap)
 		return;
 	wrap();
@@ -339,29 +204,9 @@ void tmem_hook_mounted(struct super_block *sb)
 	 * Do not call the replacement of security_sb_set_mnt_opts() that hook_enter() returns if
 	 * the mount hook is on: the kernel has already called the function itself.
 	 */
-	if (!hook_enter(TMEM_HOOK_MOUNT, NULL, ARGS(ARG(sb))))
+	if (!hook_enter(TMEM_HOOK_MOUNT, ARGS(sb)))
 		return;
 	tmem_fs_mounted(sb);
-	tmem_leave();
-}
-
-/**
- * tmem_hook_truncate_inode_pages_range() - run truncate_inode_pages_range() with its hook
- * @mapping: the mapping
- * @lstart: first byte
- * @lend: last byte
- */
-void tmem_hook_truncate_inode_pages_range(struct address_space *mapping, loff_t lstart,
-					  loff_t lend)
-{
-	void (*wrap)(struct address_space *mapping, loff_t lstart, loff_t lend);
-
-	wrap = hook_enter(TMEM_HOOK_TRUNCATE, NULL, ARGS(ARG(mapping), lstart, lend));
-	if (!wrap) {
-		__truncate_inode_pages_range(mapping, lstart, lend);
-		return;
-	}
-	wrap(mapping, lstart, lend);
 	tmem_leave();
 }
 
@@ -373,7 +218,7 @@ void tmem_hook_generic_shutdown_super(struct super_block *sb)
 {
 	void (*wrap)(struct super_block *sb);
 
-	wrap = hook_enter(TMEM_HOOK_UNMOUNT, NULL, ARGS(ARG(sb)));
+	wrap = hook_enter(TMEM_HOOK_UNMOUNT, ARGS(sb));
 	if (!wrap) {
 		__generic_shutdown_super(sb);
 		return;
@@ -396,7 +241,7 @@ int tmem_hook_generic_fadvise(struct file *file, loff_t offset, loff_t len, int 
 	int (*wrap)(struct file *file, loff_t offset, loff_t len, int advice);
 	int ret;
 
-	wrap = hook_enter(TMEM_HOOK_FADVISE, NULL, ARGS(ARG(file), offset, len, advice));
+	wrap = hook_enter(TMEM_HOOK_FADVISE, ARGS(file));
 	if (!wrap)
 		return __generic_fadvise(file, offset, len, advice);
 	ret = wrap(file, offset, len, advice);
@@ -422,12 +267,11 @@ void tmem_targets_reset(void)
  *
  * Context: process, one call at a time, before tmem_targets_start() or after it.
  *
- * Return: 0; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the function has another
- * target.
+ * Return: 0; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the hook has another target.
  */
 int tmem_target_add(const struct tmem_target *target)
 {
-	const struct tmem_target *old = find_target(target->hook, target->addr);
+	const struct tmem_target *old = find_target(target->hook);
 
 	if (old)
 		return old->hook == target->hook && old->wrap == target->wrap ? 0 : -EEXIST;
@@ -495,7 +339,7 @@ void tmem_targets_drain(void)
 }
 
 /**
- * tmem_probes_register() - begin to call the driver's probe functions (put.c, errors.c)
+ * tmem_probes_register() - begin to call the driver's probe functions (put.c, bio.c)
  *
  * Return: 0.
  */
@@ -504,16 +348,6 @@ int tmem_probes_register(void)
 	WRITE_ONCE(probes_on, true);
 	static_branch_inc(&tmem_hooks_key);
 	return 0;
-}
-
-/**
- * tmem_probes_see_errors() - check whether the kernel reports the errors of a file system
- *
- * Return: true.
- */
-bool tmem_probes_see_errors(void)
-{
-	return true;
 }
 
 /**

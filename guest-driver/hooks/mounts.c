@@ -13,7 +13,6 @@
 #include <linux/kdev_t.h>
 #include <linux/kobject.h>
 #include <linux/percpu.h>
-#include <linux/slab.h>
 #include <linux/sysfs.h>
 
 #include "../compat.h"
@@ -21,9 +20,9 @@
 
 static struct kobject *mounts_kobj, *types_kobj;
 
-static struct tmem_mount *mount_of(struct kobject *kobj)
+static struct tmem_fs *fs_of(struct kobject *kobj)
 {
-	return container_of(kobj, struct tmem_mount, kobj);
+	return container_of(kobj, struct tmem_fs, kobj);
 }
 
 static struct tmem_fs_type *type_of(const struct kobject *kobj)
@@ -40,7 +39,7 @@ static struct tmem_fs_type *type_of(const struct kobject *kobj)
 
 static ssize_t enabled_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
-	return sysfs_emit(buf, "%d\n", !READ_ONCE(mount_of(kobj)->off));
+	return sysfs_emit(buf, "%d\n", !READ_ONCE(fs_of(kobj)->off));
 }
 
 static ssize_t enabled_store(struct kobject *kobj, struct kobj_attribute *attr, const char *buf,
@@ -51,47 +50,47 @@ static ssize_t enabled_store(struct kobject *kobj, struct kobj_attribute *attr, 
 
 	if (err)
 		return err;
-	tmem_fs_switch(NULL, mount_of(kobj), on);
+	tmem_fs_switch(NULL, fs_of(kobj), on);
 	return count;
 }
 
 static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
-	int len = tmem_fs_state(mount_of(kobj), buf, PAGE_SIZE - 1);
+	int len = tmem_fs_state(fs_of(kobj), buf, PAGE_SIZE - 1);
 
 	return len + sysfs_emit_at(buf, len, "\n");
 }
 
 static ssize_t held_pages_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
-	return sysfs_emit(buf, "%lu\n", tmem_fs_pages(mount_of(kobj)));
+	return sysfs_emit(buf, "%lu\n", tmem_pool_pages(fs_of(kobj)->pool));
 }
 
-/* Prints the counter at offset @at of struct tmem_mount_counts, summed over all CPUs. */
+/* Prints the counter at offset @at of struct tmem_fs_cpu, summed over all CPUs. */
 static ssize_t emit_count(struct kobject *kobj, size_t at, char *buf)
 {
-	struct tmem_mount *mount = mount_of(kobj);
+	const struct tmem_fs *fs = fs_of(kobj);
 	unsigned long sum = 0;
 	int cpu;
 
 	for_each_possible_cpu(cpu)
-		sum += READ_ONCE(*(unsigned long *)((u8 *)per_cpu_ptr(mount->counts, cpu) + at));
+		sum += READ_ONCE(*(unsigned long *)((u8 *)per_cpu_ptr(fs->cpu, cpu) + at));
 	return sysfs_emit(buf, "%lu\n", sum);
 }
 
 static ssize_t puts_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
-	return emit_count(kobj, offsetof(struct tmem_mount_counts, puts), buf);
+	return emit_count(kobj, offsetof(struct tmem_fs_cpu, puts), buf);
 }
 
 static ssize_t gets_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
-	return emit_count(kobj, offsetof(struct tmem_mount_counts, gets), buf);
+	return emit_count(kobj, offsetof(struct tmem_fs_cpu, gets), buf);
 }
 
 static ssize_t hits_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
-	return emit_count(kobj, offsetof(struct tmem_mount_counts, hits), buf);
+	return emit_count(kobj, offsetof(struct tmem_fs_cpu, hits), buf);
 }
 
 static struct kobj_attribute enabled_attribute = __ATTR_RW(enabled);
@@ -115,7 +114,7 @@ ATTRIBUTE_GROUPS(mount);
 
 static void mount_release(struct kobject *kobj)
 {
-	complete(&mount_of(kobj)->released);
+	complete(&fs_of(kobj)->released);
 }
 
 static const struct kobj_type mount_ktype = {
@@ -125,16 +124,15 @@ static const struct kobj_type mount_ktype = {
 };
 
 /**
- * tmem_mount_new() - make a mount's directory
- * @sb: its super block
- * @type: type of file system
+ * tmem_mount_add() - make a mount's directory
+ * @fs: the mount; its other fields are set
+ * @dev: number of its device
  *
- * Return: the mount, or NULL if the directory cannot be made. The caller then does not serve the
- * mount, because an operator could not switch it off.
+ * Return: 0 or an error. The caller then does not serve the mount, because an operator could not
+ * switch it off. It calls tmem_mount_remove() after an error, too.
  */
-struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_type *type)
+int tmem_mount_add(struct tmem_fs *fs, dev_t dev)
 {
-	struct tmem_mount *mount = kzalloc(sizeof(*mount), GFP_KERNEL);
 	/*
 	 * A serial number keeps the names distinct. If a test switches the unmount hook off,
 	 * directories of earlier mounts of the device are left.
@@ -142,47 +140,31 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
 	const char *format = tmem_hook_off(TMEM_HOOK_UNMOUNT) ? "%u:%u-%u" : "%u:%u";
 	static unsigned int serial;	/* guarded by discovery_lock */
 
-	if (!mount)
-		return NULL;
-	mount->sb = sb;
-	mount->type = type;
-	init_completion(&mount->released);
-	mount->next_sweep = jiffies;
-	mount->counts = alloc_percpu(struct tmem_mount_counts);
-	if (!mount->counts) {
-		kfree(mount);
-		return NULL;
-	}
-	if (tmem_kobject_init_and_add(&mount->kobj, &mount_ktype, mounts_kobj, format,
-				      MAJOR(sb->s_dev), MINOR(sb->s_dev), ++serial)) {
-		tmem_mount_free(mount);
-		return NULL;
-	}
-	return mount;
+	init_completion(&fs->released);
+	return tmem_kobject_init_and_add(&fs->kobj, &mount_ktype, mounts_kobj, format, MAJOR(dev),
+					 MINOR(dev), ++serial);
 }
 
 /**
- * tmem_mount_free() - remove a mount's directory, after the hooks have stopped using it
- * @mount: from tmem_mount_new()
+ * tmem_mount_remove() - remove a mount's directory
+ * @fs: the mount
  *
  * The function waits for tasks that are reading or writing one of its files.
  */
-void tmem_mount_free(struct tmem_mount *mount)
+void tmem_mount_remove(struct tmem_fs *fs)
 {
 	/*
-	 * tmem_mount_new() may have failed to make the directory, because memory was short or the
+	 * tmem_mount_add() may have failed to make the directory, because memory was short or the
 	 * name was in use.
 	 */
-	if (mount->kobj.state_in_sysfs)
-		kobject_del(&mount->kobj);
-	kobject_put(&mount->kobj);
+	if (fs->kobj.state_in_sysfs)
+		kobject_del(&fs->kobj);
+	kobject_put(&fs->kobj);
 	/*
 	 * Wait for mount_release(), which another task may run: it is code of this module, which
 	 * may be unloaded next.
 	 */
-	wait_for_completion(&mount->released);
-	free_percpu(mount->counts);
-	kfree(mount);
+	wait_for_completion(&fs->released);
 }
 
 /* --- sysfs files of a file system type ------------------------------------------------------- */

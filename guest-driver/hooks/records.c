@@ -30,7 +30,7 @@
 /*
  * State of a record. NONE: a transfer is in flight, or the block was erased. READ, WRITTEN: the
  * check is that of the last transfer, which had this direction. HELD: a get has returned bytes with
- * this check, or would return them, and the next read from the disk is compared with them.
+ * this check, and the next read from the disk is compared with them.
  */
 enum { RECORD_NONE, RECORD_READ, RECORD_WRITTEN, RECORD_HELD };
 
@@ -47,9 +47,6 @@ struct record_set {
 	u32 writes;			/* writes in flight of blocks that belong into the set */
 	struct record record[SET_RECORDS];
 } ____cacheline_aligned;
-
-/* Hint of a page whose bytes came from the host. Blocks have smaller numbers. */
-#define HINT_HOST	U32_MAX
 
 static struct record_set *sets;
 static unsigned int set_bits;
@@ -379,11 +376,11 @@ bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool veri
 /**
  * tmem_record_compare() - compare an evicted page with the record of its block
  * @evicted: the page, which nobody can write to any more
- * @put: called if the bytes are equal, with the block and @arg; or NULL
+ * @put: called if the bytes are equal, with the block and @arg
  * @arg: argument of @put
  *
- * The record stays true while @put runs: a write of the block begins after it. If @put is given,
- * the record is then deleted, because the page leaves the page cache.
+ * The record stays true while @put runs: a write of the block begins after it. The record is then
+ * deleted, because the page leaves the page cache.
  *
  * Context: interrupts off.
  * Return: the result, which is counted, too.
@@ -397,9 +394,7 @@ enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
 	struct record *record;
 	unsigned long flags;
 
-	if (block == HINT_HOST) {
-		verdict = TMEM_VERDICT_HOST;
-	} else if (block && tmem_evicted_read(evicted)) {
+	if (block && tmem_evicted_read(evicted)) {
 		set = set_of(block);
 		spin_lock_irqsave(&set->lock, flags);
 		record = find(set, block);
@@ -412,12 +407,10 @@ enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
 			verdict = record->check == evicted->checks.check64 ||
 				  TMEM_WITHOUT(EQUAL) ? TMEM_VERDICT_EQUAL :
 							TMEM_VERDICT_OTHER;
-			if (verdict == TMEM_VERDICT_EQUAL && put) {
+			if (verdict == TMEM_VERDICT_EQUAL) {
 				put(block, arg);
 				/* Leave the place to the record of a page that is still cached. */
 				record->block = 0;
-			} else if (verdict == TMEM_VERDICT_EQUAL) {
-				record->state = RECORD_HELD;
 			}
 		}
 		spin_unlock_irqrestore(&set->lock, flags);
@@ -440,9 +433,7 @@ void tmem_record_dirty(struct folio *folio)
 	for (i = 0; i < nr; i++) {
 		hint = hint_of(folio_page(folio, i));
 		block = hint ? READ_ONCE(*hint) : 0;
-		if (block == HINT_HOST)
-			WRITE_ONCE(*hint, 0);
-		if (!block || block == HINT_HOST)
+		if (!block)
 			continue;
 		set = set_of(block);
 		spin_lock_irqsave(&set->lock, flags);
@@ -466,22 +457,6 @@ void tmem_record_forget(struct folio *folio)
 		hint = hint_of(folio_page(folio, i));
 		if (hint && READ_ONCE(*hint))
 			WRITE_ONCE(*hint, 0);
-	}
-}
-
-/**
- * tmem_record_from_host() - note that the bytes of a folio came from the host
- * @folio: the folio, locked
- */
-void tmem_record_from_host(struct folio *folio)
-{
-	unsigned long i, nr = folio_nr_pages(folio);
-	u32 *hint;
-
-	for (i = 0; i < nr; i++) {
-		hint = hint_of(folio_page(folio, i));
-		if (hint)
-			WRITE_ONCE(*hint, HINT_HOST);
 	}
 }
 

@@ -13,8 +13,7 @@
  * have lost the mark that allows a call by address. The driver finds the lower devices of a device
  * through sysfs. It refuses a device that it cannot examine.
  *
- * The driver also refuses an ext4 that may store files in their inodes (super.c), and, unless
- * allow_untested is set, a geometry that was not tested.
+ * Unless allow_untested is set, the driver also refuses a geometry that was not tested.
  *
  * Out of scope: a table that is exchanged below a mounted file system.
  */
@@ -23,10 +22,12 @@
 #include <linux/kprobes.h>
 #include <linux/major.h>
 #include <linux/module.h>
+#include <linux/seq_file.h>
+#include <linux/slab.h>
 #include <linux/static_call.h>
 #include <linux/sysfs.h>
 
-#include "fs.h"
+#include "hooks.h"
 
 /*
  * The driver refuses a file system that is on more block devices than this, counted over all
@@ -278,13 +279,35 @@ static bool stack_ok(struct gendisk *disk, char *why, size_t why_bytes)
 
 /* --- geometry ------------------------------------------------------------------------------ */
 
+/* Size of the buffer for mount options. Options of an xfs take a few hundred bytes. */
+#define OPTIONS_BYTES 4096
+
+/*
+ * Returns whether a mount has an option as in /proc/self/mountinfo, with the comma before it, or if
+ * its options cannot be read.
+ */
+static bool has_option(struct super_block *sb, const char *option)
+{
+	struct seq_file options = { .size = OPTIONS_BYTES };
+	bool has = true;
+
+	if (!sb->s_op->show_options)
+		return false;
+	options.buf = kzalloc(OPTIONS_BYTES, GFP_KERNEL);
+	if (options.buf && !sb->s_op->show_options(&options, sb->s_root) &&
+	    options.count < OPTIONS_BYTES)
+		has = strstr(options.buf, option);
+	kfree(options.buf);
+	return has;
+}
+
 /*
  * Returns whether an xfs has a realtime volume. A zoned xfs always shows max_open_zones, even if
  * its realtime volume is on the data device and it shows no rtdev.
  */
 static bool has_realtime(struct super_block *sb)
 {
-	return tmem_sb_has_option(sb, ",rtdev=") || tmem_sb_has_option(sb, ",max_open_zones=");
+	return has_option(sb, ",rtdev=") || has_option(sb, ",max_open_zones=");
 }
 
 static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
@@ -314,12 +337,6 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
  */
 bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes)
 {
-	const char *reason = strcmp(sb->s_type->name, "ext4") ? NULL : tmem_ext4_refusal(sb);
-
-	if (reason) {
-		strscpy(why, reason, why_bytes);
-		return true;
-	}
 	if (!tmem_allow_untested && !geometry_ok(sb, why, why_bytes))
 		return true;
 	return !allow_encrypted && !stack_ok(sb->s_bdev->bd_disk, why, why_bytes);

@@ -7,68 +7,22 @@
 
 #include <linux/module.h>
 #include <linux/moduleparam.h>
-#include <linux/string.h>
-#include <linux/sysfs.h>
 
-#include "blocks.h"
 #include "hooks.h"
 
 bool tmem_allow_untested;
 module_param_named(allow_untested, tmem_allow_untested, bool, 0444);
 MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones or are too old, and file systems whose block size is not tested");
 
-enum tmem_blocks_mode tmem_blocks_mode;
-
-static const char *const blocks_names[] = {
-	[TMEM_BLOCKS_OFF] = "off",
-	[TMEM_BLOCKS_SHADOW] = "shadow",
-	[TMEM_BLOCKS_VETO] = "veto",
-	[TMEM_BLOCKS_ON] = "on",
-};
-
-static int set_blocks(const char *value, const struct kernel_param *param)
-{
-	int nr = sysfs_match_string(blocks_names, value);
-
-	if (nr < 0)
-		return nr;
-	tmem_blocks_mode = nr;
-	return 0;
-}
-
-static int get_blocks(char *buffer, const struct kernel_param *param)
-{
-	return sysfs_emit(buffer, "%s\n", blocks_names[tmem_blocks_mode]);
-}
-
-static const struct kernel_param_ops blocks_ops = {
-	.set = set_blocks,
-	.get = get_blocks,
-};
-
-module_param_cb(blocks, &blocks_ops, NULL, 0444);
-MODULE_PARM_DESC(blocks, "records of the transfers of disk blocks: off (default), shadow (compare and count only), veto (refuse puts that differ from the record) or on (put and get by block)");
-
 const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_REMOVED] = "removed",
 	[TMEM_HOOK_DIRTY] = "dirty",
-	[TMEM_HOOK_TRUNCATE] = "truncate",
-	[TMEM_HOOK_DIRECT] = "direct",
+	[TMEM_HOOK_BIO] = "bio",
 	[TMEM_HOOK_MOUNT] = "mount",
 	[TMEM_HOOK_UNMOUNT] = "unmount",
 	[TMEM_HOOK_FADVISE] = "fadvise",
 	[TMEM_HOOK_DROP_SLAB] = "drop_slab",
 	[TMEM_HOOK_RECLAIM] = "reclaim",
-	[TMEM_HOOK_MOVE_EXT] = "move_ext",
-	[TMEM_HOOK_SWAPON] = "swapon",
-	[TMEM_HOOK_BMAP] = "bmap",
-	[TMEM_HOOK_QUOTA] = "quota",
-	[TMEM_HOOK_READAHEAD] = "readahead",
-	[TMEM_HOOK_READ_FOLIO] = "read_folio",
-	[TMEM_HOOK_CONVERSION] = "conversion",
-	[TMEM_HOOK_JOURNAL_ABORT] = "journal_abort",
-	[TMEM_HOOK_FS_ERROR] = "fs_error",
-	[TMEM_HOOK_BIO] = "bio",
 	[TMEM_HOOK_SELFTEST] = "selftest",
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Registers the probes of put.c, errors.c and bio.c at tracepoints, for a driver in a module. In a
+ * Registers the probes of put.c and bio.c at tracepoints, for a driver in a module. In a
  * kernel with the patches of intree/, intree.c takes the place of this file.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
@@ -14,27 +14,19 @@
 static struct tmem_probe {
 	const char *name;
 	void *func;
-	/*
-	 * True if the tracepoint may be missing. for_each_kernel_tracepoint() finds the kernel's
-	 * own tracepoints only, so it misses those of a file system that is a module.
-	 */
-	bool optional;
-	bool blocks;		/* needed for records of disk blocks only */
 	struct tracepoint *tp;
 	bool registered;
 } probes[] = {
 	{ "mm_filemap_delete_from_page_cache", tmem_probe_removed },
 	{ "writeback_dirty_folio", tmem_probe_dirty },
-	{ "ext4_error", tmem_probe_ext4_error, .optional = true },
-	{ "ext4_shutdown", tmem_probe_ext4_shutdown, .optional = true },
-	{ "block_bio_queue", tmem_probe_bio_queue, .blocks = true },
-	{ "block_rq_issue", tmem_probe_rq_issue, .blocks = true },
+	{ "block_bio_queue", tmem_probe_bio_queue },
+	{ "block_rq_issue", tmem_probe_rq_issue },
 	{ "mm_filemap_add_to_page_cache", tmem_probe_added },
 };
 
 /*
- * Number of probes that are always registered: all but the last one. The
- * last one is registered only while there may be an unknown file system.
+ * Number of probes that are always registered: all but the last one. The last one
+ * is registered only while there may be an unknown file system.
  */
 #define NR_STEADY_PROBES (ARRAY_SIZE(probes) - 1)
 
@@ -51,7 +43,7 @@ static int probe_set(struct tmem_probe *probe, bool on)
 {
 	int err;
 
-	if (probe->registered == on || !probe->tp || (probe->blocks && !tmem_blocks_mode))
+	if (probe->registered == on || !probe->tp)
 		return 0;
 	err = on ? tracepoint_probe_register(probe->tp, probe->func, NULL) :
 		   tracepoint_probe_unregister(probe->tp, probe->func, NULL);
@@ -72,7 +64,7 @@ int tmem_probes_register(void)
 
 	for_each_kernel_tracepoint(probe_match, NULL);
 	for (i = 0; i < ARRAY_SIZE(probes); i++) {
-		if (!probes[i].tp && !probes[i].optional) {
+		if (!probes[i].tp) {
 			tmem_hooks_off("this kernel has no tracepoint %s", probes[i].name);
 			return -ENOENT;
 		}
@@ -87,21 +79,6 @@ int tmem_probes_register(void)
 		}
 	}
 	return 0;
-}
-
-/**
- * tmem_probes_see_errors() - check whether all optional tracepoints exist
- *
- * Return: true if they exist, after tmem_probes_register().
- */
-bool tmem_probes_see_errors(void)
-{
-	unsigned int i;
-
-	for (i = 0; i < NR_STEADY_PROBES; i++)
-		if (!probes[i].registered && !probes[i].blocks)
-			return false;
-	return true;
 }
 
 /**

@@ -51,12 +51,12 @@
  */
 #define BENCH_RETRIES		10000
 /*
- * Inode numbers: an inode of which the host holds pages, an inode of which it holds none, and the
- * inode to which the folios of the benchmark belong.
+ * Objects of the index: one of which the host holds pages, one of which it holds none, and the one
+ * to which the folios of the benchmark belong.
  */
-#define BENCH_INO		12
-#define BENCH_INO_NONE		13
-#define BENCH_INO_FOLIO		14
+#define BENCH_OBJECT		12
+#define BENCH_OBJECT_NONE	13
+#define BENCH_OBJECT_FOLIO	14
 /* Every second page below this number is held. Look-ups of BENCH_MISS_FAR start at this number. */
 #define BENCH_HELD_END		4096
 
@@ -64,9 +64,9 @@ enum bench_kind {
 	BENCH_EMPTY,		/* empty operation: the cost of the loop and the clock */
 	/* look-up in the page cache (xa_load()), the reference for a miss */
 	BENCH_XA_LOAD,
-	BENCH_MISS_INODE,	/* look-up in the index; no page of the inode is held */
-	BENCH_MISS_FAR,		/* pages of the inode are held, but none near the page */
-	BENCH_MISS_NEAR,	/* pages of the inode next to the page are held */
+	BENCH_MISS_OBJECT,	/* look-up in the index; no page of the object is held */
+	BENCH_MISS_FAR,		/* pages of the object are held, but none near the page */
+	BENCH_MISS_NEAR,	/* pages of the object next to the page are held */
 	BENCH_COPY,		/* copy_page() */
 	BENCH_COPY_CHECK,	/* copy of a put, which computes the content check */
 	BENCH_PUT,
@@ -80,7 +80,7 @@ enum bench_kind {
 };
 
 static const char *const bench_name[NR_BENCH] = {
-	"empty", "xa_load", "miss_inode", "miss_far", "miss_near", "copy", "copy_check", "put",
+	"empty", "xa_load", "miss_object", "miss_far", "miss_near", "copy", "copy_check", "put",
 	"folio_1", "folio_4", "folio_16", "folio_32", "folio_64",
 };
 
@@ -133,8 +133,8 @@ static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned in
 				  kind == BENCH_MISS_NEAR ? random % BENCH_HELD_END | 1 :
 				  BENCH_HELD_END + random % BENCH_HELD_END;
 	}
-	if (kind == BENCH_MISS_INODE)
-		key.ino = BENCH_INO_NONE;
+	if (kind == BENCH_MISS_OBJECT)
+		key.object = BENCH_OBJECT_NONE;
 	local_irq_save(flags);
 	begin = bench_ticks();
 	switch (kind) {
@@ -176,8 +176,7 @@ static int bench_puts(struct bench *bench, unsigned int at)
 		bench->check += tmem_check_page(&tmem_keys, to);
 		t[2] = bench_ticks();
 		evicted = (struct tmem_evicted){ .page = bench->from };
-		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, &evicted, false,
-			       false);
+		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, &evicted, false);
 		t[3] = bench_ticks();
 		local_irq_restore(flags);
 		tmem_put_end();
@@ -197,24 +196,28 @@ static int bench_puts(struct bench *bench, unsigned int at)
 }
 
 /*
- * Puts the pages of a folio as hooks/put.c does. If the ring does not take all pages, the function
- * puts the whole folio again.
+ * Puts the pages of a folio, without the records of their blocks. If the ring does not take all
+ * pages, the function puts the whole folio again.
  */
 static int bench_folio(struct bench *bench, enum bench_kind kind, unsigned int at)
 {
-	unsigned int pages = bench_operations[kind], taken, retries = BENCH_RETRIES;
+	unsigned int pages = bench_operations[kind], taken, i, retries = BENCH_RETRIES;
+	struct tmem_evicted evicted;
 	struct tmem_key key = bench->key;
 	struct page *page;
 	unsigned long flags;
 	u64 begin;
 
-	key.ino = BENCH_INO_FOLIO;
+	key.object = BENCH_OBJECT_FOLIO;
 	do {
 		page = bench->cold[bench->next_cold >> BENCH_FOLIO_ORDER_MAX] +
 		       bench->next_cold % BIT(BENCH_FOLIO_ORDER_MAX);
 		local_irq_save(flags);
 		begin = bench_ticks();
-		taken = tmem_put_pages(&key, bench->next_cold, page, pages, false, 0);
+		for (i = 0, taken = 0; i < pages; i++) {
+			evicted = (struct tmem_evicted){ .page = page + i };
+			taken += tmem_put(&key, bench->next_cold + i, &evicted, false);
+		}
 		bench->sample[kind][at] = bench_ticks() - begin;
 		local_irq_restore(flags);
 		tmem_put_end();
@@ -282,7 +285,7 @@ static int bench_run(const char *path)
 		return -ENOMEM;
 	bench->from = alloc_page(GFP_KERNEL);
 	bench->to = alloc_page(GFP_KERNEL);
-	bench->key = (struct tmem_key){ tmem_pool_new("bench", NULL), BENCH_INO, 1 };
+	bench->key = (struct tmem_key){ tmem_pool_new("bench"), BENCH_OBJECT };
 	for (i = 0; i < NR_BENCH; i++) {
 		bench->sample[i] = kvcalloc(BENCH_SAMPLES, sizeof(u64), GFP_KERNEL);
 		if (!bench->sample[i])
@@ -303,7 +306,7 @@ static int bench_run(const char *path)
 	bench->mapping = file->f_mapping;
 	bench->nr_pages = i_size_read(bench->mapping->host) >> PAGE_SHIFT;
 	/* Use a fixed seed, because no result depends on the random numbers. */
-	prandom_seed_state(&bench->rnd, BENCH_INO);
+	prandom_seed_state(&bench->rnd, BENCH_OBJECT);
 	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
 	for (i = 0; i < BENCH_COLD_BLOCKS; i++)
 		prandom_bytes_state(&bench->rnd, page_address(bench->cold[i]),

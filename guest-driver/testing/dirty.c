@@ -21,6 +21,10 @@ enum { DIRTY_NOT, DIRTY_BEFORE, DIRTY_DURING, DIRTY_AFTER, NR_DIRTY };
 
 static char verdicts[NR_DIRTY + 1];
 
+static void put(u32 block, void *arg)
+{
+}
+
 /* Returns whether the page is put ('p') or refused ('-') if it is clean again, with its bytes. */
 static char try(struct page *page, int when)
 {
@@ -47,7 +51,7 @@ static char try(struct page *page, int when)
 	}
 	ClearPageDirty(page);
 	local_irq_disable();
-	verdict = tmem_record_compare(&evicted, NULL, NULL);
+	verdict = tmem_record_compare(&evicted, put, NULL);
 	local_irq_enable();
 	tmem_record_erase(BLOCK, 1);
 	return verdict == TMEM_VERDICT_EQUAL ? 'p' : '-';
@@ -58,8 +62,6 @@ static int run_dirty(const char *val, const struct kernel_param *kp)
 	struct page *page;
 	int when;
 
-	if (!tmem_blocks_mode)
-		return -ENODEV;
 	page = alloc_page(GFP_KERNEL | __GFP_ZERO);
 	if (!page)
 		return -ENOMEM;
@@ -79,4 +81,4 @@ static const struct kernel_param_ops dirty_ops = {
 	.get = get_verdicts,
 };
 module_param_cb(test_blocks_dirty, &dirty_ops, NULL, 0644);
-MODULE_PARM_DESC(test_blocks_dirty, "TEST: a write tests the rule Dirty of blocks=on; reads as p (put) or - (refused) for a page that becomes dirty never, before, during and after its write");
+MODULE_PARM_DESC(test_blocks_dirty, "TEST: a write tests the rule Dirty of hooks/blocks.h; reads as p (put) or - (refused) for a page that becomes dirty never, before, during and after its write");

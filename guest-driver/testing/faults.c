@@ -46,14 +46,6 @@ unsigned int tmem_inject_retained_changed;
 module_param_named(inject_retained_changed, tmem_inject_retained_changed, uint, 0644);
 MODULE_PARM_DESC(inject_retained_changed, "TEST: every n'th retained page looks changed when it is evicted");
 
-unsigned int tmem_inject_mark_late;
-module_param_named(inject_mark_late, tmem_inject_mark_late, uint, 0644);
-MODULE_PARM_DESC(inject_mark_late, "TEST: the inode of every n'th retained page is marked after its eviction began");
-
-unsigned int tmem_inject_policy_late;
-module_param_named(inject_policy_late, tmem_inject_policy_late, uint, 0644);
-MODULE_PARM_DESC(inject_policy_late, "TEST: the inode of every n'th retained page gets the policy 'never' after its eviction began");
-
 unsigned int tmem_inject_erased_late;
 module_param_named(inject_erased_late, tmem_inject_erased_late, uint, 0644);
 MODULE_PARM_DESC(inject_erased_late, "TEST: every n'th part of a get (up to 64 pages) finds its index entries erased");
@@ -92,38 +84,22 @@ bool tmem_inject(atomic_t *calls, unsigned int every)
 	return every && !((unsigned int)atomic_inc_return(calls) % every);
 }
 
-unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker, tmem_hold_feeder;
-module_param_named(test_hold_replace, tmem_hold_replace, uint, 0644);
-MODULE_PARM_DESC(test_hold_replace, "TEST: 1: stop the next task that replaces a file system, after it found the new one and before it frees the old one; reads 2 while the task waits; 0: let it continue");
-module_param_named(test_hold_verify, tmem_hold_verify, uint, 0644);
-MODULE_PARM_DESC(test_hold_verify, "TEST: 1: stop the next task that is about to compare a hit with the disk; reads 2 while the task waits; 0: let it continue");
+unsigned int tmem_hold_breaker, tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
+unsigned int tmem_hold_submit, tmem_hold_fill;
 module_param_named(test_hold_breaker, tmem_hold_breaker, uint, 0644);
 MODULE_PARM_DESC(test_hold_breaker, "TEST: 1: stop the next task that opened the breaker, before it reports the open breaker; reads 2 while the task waits; 0: let it continue");
 
 module_param_named(test_hold_feeder, tmem_hold_feeder, uint, 0644);
 MODULE_PARM_DESC(test_hold_feeder, "TEST: 1: stop the feeder thread when it is next woken; reads 2 while it waits; 0: let it continue");
 
-unsigned int tmem_hold_truncate;
-module_param_named(test_hold_truncate, tmem_hold_truncate, uint, 0644);
-MODULE_PARM_DESC(test_hold_truncate, "TEST: 1: stop the next task that removed a range of a file from the page cache, before it erases the range; reads 2 while it waits; 0: let it continue");
-
-unsigned int tmem_hold_get, tmem_hold_probe;
-module_param_named(test_hold_get, tmem_hold_get, uint, 0644);
-MODULE_PARM_DESC(test_hold_get, "TEST: 1: stop the next reader before it requests pages from the host; reads 2 while it waits; 0: let it continue");
 module_param_named(test_hold_probe, tmem_hold_probe, uint, 0644);
 MODULE_PARM_DESC(test_hold_probe, "TEST: 1: stop the next probe of the open breaker after it was sent; reads 2 while it waits; 0: let it continue");
 
-unsigned int tmem_hold_read, tmem_hold_sweep, tmem_hold_fetch;
-module_param_named(test_hold_read, tmem_hold_read, uint, 0644);
-MODULE_PARM_DESC(test_hold_read, "TEST: 1: stop the next readahead that finds held pages, before its deadline begins; reads 2 while it waits; 0: let it continue");
-module_param_named(test_hold_sweep, tmem_hold_sweep, uint, 0644);
-MODULE_PARM_DESC(test_hold_sweep, "TEST: 1: stop the next sweep, which clears marks and empties the pools of blocked mounts; reads 2 while it waits; 0: let it continue");
 
 module_param_named(test_hold_fetch, tmem_hold_fetch, uint, 0644);
 MODULE_PARM_DESC(test_hold_fetch, "TEST: 1: stop the next task that has sent the requests of a fetch, and polled; reads 2 while it waits; 0: let it continue");
-unsigned int tmem_hold_submit, tmem_hold_fill;
 module_param_named(test_hold_submit, tmem_hold_submit, uint, 0644);
-MODULE_PARM_DESC(test_hold_submit, "TEST: 1: stop the next process that writes to a served disk with blocks=on, after the blocks were erased and before the disk gets the write; reads 2 while it waits; 0: let it continue");
+MODULE_PARM_DESC(test_hold_submit, "TEST: 1: stop the next process that writes to a served disk, after the blocks were erased and before the disk gets the write; reads 2 while it waits; 0: let it continue");
 module_param_named(test_hold_fill, tmem_hold_fill, uint, 0644);
 MODULE_PARM_DESC(test_hold_fill, "TEST: 1: stop the next read of held blocks before it looks at their records; reads 2 while it waits; 0: let it continue");
 
@@ -204,7 +180,6 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_DRAIN] = "drain",
 	[TMEM_CHECK_BYTES] = "bytes",
 	[TMEM_CHECK_WHOLE] = "whole",
-	[TMEM_CHECK_LIVE] = "live",
 	[TMEM_CHECK_VISIBLE] = "visible",
 	[TMEM_CHECK_OWN_AREA] = "own_area",
 	[TMEM_CHECK_DIRTY] = "dirty",
@@ -222,25 +197,8 @@ static const struct kernel_param_ops blocks_without_ops = {
 
 unsigned long tmem_test_blocks_without;
 module_param_cb(test_blocks_without, &blocks_without_ops, &tmem_test_blocks_without, 0644);
-MODULE_PARM_DESC(test_blocks_without, "TEST: names of safety checks of blocks=on that are removed; the cache may then return old data");
+MODULE_PARM_DESC(test_blocks_without, "TEST: names of safety checks of hooks/blocks.h that are removed; the cache may then return old data");
 
 char *tmem_test_release;
 module_param_named(test_release, tmem_test_release, charp, 0444);
 MODULE_PARM_DESC(test_release, "TEST: point release that the driver takes for that of the kernel, such as 6.12.118-1");
-
-static unsigned int test_walk_run, test_walk_most;
-module_param(test_walk_run, uint, 0644);
-MODULE_PARM_DESC(test_walk_run, "TEST: largest number of inodes that a walk visited without releasing the lock");
-module_param(test_walk_most, uint, 0644);
-MODULE_PARM_DESC(test_walk_most, "TEST: largest number of inodes that a search for a regular file visited");
-
-/**
- * tmem_test_walk() - record the length of a walk over inodes
- * @run: inodes visited without releasing the lock
- * @searched: inodes visited in search of a file
- */
-void tmem_test_walk(unsigned int run, unsigned int searched)
-{
-	WRITE_ONCE(test_walk_run, max(test_walk_run, run));
-	WRITE_ONCE(test_walk_most, max(test_walk_most, searched));
-}

@@ -25,17 +25,14 @@
 #define SECTION_IDLE_MS		50
 #define SECTION_ROUNDS		3
 /*
- * Number of leaves of 64 pages, each with one entry: as many as a held file of 10 GiB has. They
+ * Number of leaves of 64 pages, each with one entry: as many as 10 GiB of held blocks have. They
  * take 3.3 MB of the index, which must not become full.
  */
 #define SECTION_LEAVES		40960
-#define SECTION_INODES	512	/* maximum number of inodes in one bucket of the index */
 
-enum section { IDLE, RANGE, INODE, CHAIN, SWEEP, NR_SECTIONS };
+enum section { IDLE, RANGE, SWEEP, NR_SECTIONS };
 
-static const char *const section_name[NR_SECTIONS] = {
-	"idle", "range", "inode", "chain", "sweep",
-};
+static const char *const section_name[NR_SECTIONS] = { "idle", "range", "sweep" };
 
 static struct {
 	u64 longest_ns, total_ns;
@@ -43,7 +40,6 @@ static struct {
 } result[NR_SECTIONS];
 
 static DEFINE_MUTEX(sections_lock);
-static u64 ino_of_bucket[SECTION_INODES];
 static u64 longest_ns;
 
 static int monitor(void *unused)
@@ -61,14 +57,17 @@ static int monitor(void *unused)
 	return 0;
 }
 
-/* Stores an entry in each of the first leaves of an inode. Returns their number. */
-static unsigned long fill(const struct tmem_key *key)
+/* Stores an entry in each of the first leaves of a pool. Returns their number. */
+static unsigned long fill(struct tmem_pool *pool)
 {
 	struct tmem_where where;
+	struct tmem_key key;
+	pgoff_t index;
 	unsigned long i;
 
 	for (i = 0; i < SECTION_LEAVES; i++) {
-		if (tmem_index_store(key, (i + 1) * VIRTIO_TMEM_BATCH_MAX, 1, &where))
+		index = tmem_block_key(&key, pool, i * VIRTIO_TMEM_BATCH_MAX);
+		if (tmem_index_store(&key, index, 1, &where))
 			break;
 		cond_resched();
 	}
@@ -96,14 +95,13 @@ static int run_sections(void)
 {
 	struct task_struct *thread;
 	struct tmem_key key;
-	unsigned long nr, i;
-	u64 begin, ino;
+	unsigned long nr;
+	u64 begin;
 	int err;
 
 	err = tmem_test_pool(&key, "sections");
 	if (err)
 		return err;
-	ino = key.ino;
 	thread = kthread_create(monitor, NULL, "tmem_sections");
 	if (IS_ERR(thread)) {
 		tmem_pool_free(key.pool);
@@ -117,28 +115,15 @@ static int run_sections(void)
 		cond_resched();
 	end_section(IDLE, begin, 0);
 
-	nr = fill(&key);
+	nr = fill(key.pool);
 	begin_section(&begin);
-	tmem_invalidate_range(key.pool, key.ino, 1, LONG_MAX, TMEM_INVAL_TRUNCATE);
-	end_section(RANGE, begin, nr);
-
-	nr = fill(&key);
-	begin_section(&begin);
-	tmem_invalidate_inode(key.pool, key.ino, TMEM_INVAL_INODE);
-	end_section(INODE, begin, nr);
-
-	/* Each call searches the complete bucket, as a direct write to a marked inode does. */
-	nr = tmem_test_fill_bucket(&key, ino_of_bucket, SECTION_INODES);
-	key.ino = ino;
-	begin_section(&begin);
-	for (i = 0; i < SECTION_INODES; i++) {
-		tmem_invalidate_inode(key.pool, ino, TMEM_INVAL_DIRECT);
+	for (; key.object <= nr * VIRTIO_TMEM_BATCH_MAX >> TMEM_OBJECT_BITS; key.object++) {
+		tmem_invalidate(&key, 0, BIT(TMEM_OBJECT_BITS) - 1, TMEM_INVAL_BLOCK);
 		cond_resched();
 	}
-	end_section(CHAIN, begin, nr);
+	end_section(RANGE, begin, nr);
 
-	key.ino = ino_of_bucket[SECTION_INODES - 1] + 1;
-	nr += fill(&key);
+	nr = fill(key.pool);
 	begin_section(&begin);
 	tmem_pool_free(key.pool);
 	tmem_pools_wait_emptied();
