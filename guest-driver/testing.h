@@ -6,7 +6,6 @@
 #ifndef _TMEM_TESTING_H
 #define _TMEM_TESTING_H
 
-#include <linux/jiffies.h>
 #include <linux/types.h>
 
 #ifdef TMEM_TEST
@@ -58,9 +57,6 @@ static inline long tmem_test_limit(long bytes)
 /* TMEM_TEST_COUNT(what) - add one to the parameter test_<what>; calls are not concurrent */
 #define TMEM_TEST_COUNT(what)	WRITE_ONCE(tmem_test_##what, tmem_test_##what + 1)
 extern unsigned int tmem_test_sweeps;
-
-/* Shortest time between two requests to evict small files, which tests do not want to wait for. */
-#define TMEM_SMALL_EVICT_PERIOD	(HZ / 20)
 
 /* Returns a tenth of a time between two retries, because tests do not want to wait for it. */
 static inline unsigned int tmem_retry_seconds(unsigned int seconds)
@@ -139,7 +135,6 @@ int tmem_test_pool(struct tmem_key *key, const char *name);
 #define TMEM_WITHOUT(check)	(sizeof(#check) == 0)
 #define TMEM_TEST_CHECK(condition)	((void)sizeof(condition))
 #define TMEM_TEST_COUNT(what)	((void)sizeof(#what))
-#define TMEM_SMALL_EVICT_PERIOD	(2 * HZ)
 
 static inline long tmem_test_limit(long bytes)
 {

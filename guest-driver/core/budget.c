@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Memory of the index: its limit, and the bytes that objects, leaves, marks and policies use.
+ * Memory of the index: its limit, and the bytes that objects, leaves and policies use.
  *
  * Code that uses this memory never evicts entries itself. It starts the evictor (evict.c), which
  * makes room later. The evictor's work item is in this file, because all of that code can use it.
@@ -13,8 +13,7 @@
 
 /*
  * Maximum number of bytes that a CPU reserves at a time for its stock: memory of the index that
- * only this CPU may use later. They are enough for 450 pages of a file that is read in order, or
- * for some 80 files of one page. A CPU charges objects and leaves to its stock without a write to
+ * only this CPU may use later. They are enough for 450 pages of a file that is read in order. A CPU charges objects and leaves to its stock without a write to
  * shared memory.
  */
 #define STOCK_BYTES_MAX		4096
@@ -23,13 +22,6 @@
  * a CPU's stock.
  */
 #define STOCK_DIVISOR		32
-
-/*
- * Files shorter than a page are put only while the index uses at most this many eighths of its
- * limit. Their pages take several times as much memory of the index as those of larger files, and
- * must not make the index evict them.
- */
-#define SMALL_EIGHTHS	7
 
 /*
  * Memory of the index in bytes: its limit, and its fixed hash table. Each put reads these numbers,
@@ -53,14 +45,8 @@ atomic_long_t tmem_index_used_bytes ____cacheline_aligned_in_smp;
 
 DEFINE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
 
-/*
- * Work item of the evictor, which makes room in the index, and its requests. tmem_evict_init() sets
- * its function.
- */
+/* Work item of the evictor, which makes room in the index. tmem_evict_init() sets its function. */
 struct work_struct tmem_evict_work;
-unsigned long tmem_evict_requests;
-/* Earliest time of the next request TMEM_EVICT_SMALL, in jiffies. */
-static unsigned long small_evict_next;
 
 /**
  * tmem_index_limit() - return how much memory the index may use now
@@ -173,7 +159,6 @@ void tmem_index_follow_ram(void)
 void tmem_index_budget_init(long table_bytes)
 {
 	tmem_index_table_bytes = table_bytes;
-	small_evict_next = jiffies;
 	stock_shift = ilog2(STOCK_DIVISOR) + order_base_2(num_possible_cpus());
 	atomic_long_set(&tmem_index_used_bytes, table_bytes);
 	tmem_index_set_device_bytes(0, false);
@@ -417,21 +402,6 @@ void *tmem_nodes_erase(struct xarray *xa, unsigned long index, u32 *nodes)
 	return entry;
 }
 
-static void evict_request(unsigned int request)
-{
-	/*
-	 * If the request and the work item are pending already, write to neither, because all CPUs
-	 * share them. If the index is full, all CPUs drop puts, and call this function for each
-	 * dropped put.
-	 */
-	if (!test_bit(request, &tmem_evict_requests))
-		set_bit(request, &tmem_evict_requests);
-	/* Set the request before reading the work item; pairs with its start, a full barrier. */
-	smp_mb();
-	if (!work_pending(&tmem_evict_work))
-		queue_work(tmem_system_wq, &tmem_evict_work);
-}
-
 /**
  * tmem_evict_start() - start the evictor because the index is full
  *
@@ -439,39 +409,14 @@ static void evict_request(unsigned int request)
  */
 void tmem_evict_start(void)
 {
-	evict_request(TMEM_EVICT_FULL);
-}
-
-/**
- * tmem_index_allows_small() - check whether the index uses so little that it takes small files
- *
- * Return: false if the index uses more than 7/8 of its memory.
- */
-bool tmem_index_allows_small(void)
-{
-	return atomic_long_read(&tmem_index_used_bytes) <=
-	       tmem_index_table_bytes + tmem_index_entry_bytes() / 8 * SMALL_EIGHTHS;
-}
-
-/**
- * tmem_index_has_room_for_small() - check whether the index may take a file shorter than a page
- *
- * If the answer is false, the evictor makes a little room from time to time. Without this, small
- * files that are never read again would keep all others out.
- *
- * Context: any but NMI.
- *
- * Return: false if the index uses more than 7/8 of its memory.
- */
-bool tmem_index_has_room_for_small(void)
-{
-	if (tmem_index_allows_small())
-		return true;
-	if (time_after_eq(jiffies, READ_ONCE(small_evict_next))) {
-		WRITE_ONCE(small_evict_next, jiffies + TMEM_SMALL_EVICT_PERIOD);
-		evict_request(TMEM_EVICT_SMALL);
-	}
-	return false;
+	/* Use memory before reading the work item; pairs with its start, a full barrier. */
+	smp_mb();
+	/*
+	 * Do not write to the work item if it is pending, because all CPUs share it. If the index
+	 * is full, all CPUs drop puts, and call this function for each dropped put.
+	 */
+	if (!work_pending(&tmem_evict_work))
+		queue_work(tmem_system_wq, &tmem_evict_work);
 }
 
 /**

@@ -24,10 +24,6 @@ extern long tmem_index_limit_bytes;
 extern long tmem_index_table_bytes;
 extern atomic_long_t tmem_index_used_bytes;
 extern struct work_struct tmem_evict_work;
-extern unsigned long tmem_evict_requests;
-
-/* Bits of tmem_evict_requests: what the evictor has to do. */
-enum { TMEM_EVICT_FULL, TMEM_EVICT_SMALL };
 
 /*
  * Part of the accounting that one CPU writes. A page is often entered on one CPU and erased on
@@ -62,7 +58,6 @@ unsigned int tmem_nodes_missing(struct xarray *xa, unsigned long index);
 int tmem_nodes_store(struct xarray *xa, unsigned long index, void *entry, u32 *nodes);
 void *tmem_nodes_erase(struct xarray *xa, unsigned long index, u32 *nodes);
 void tmem_evict_start(void);
-bool tmem_index_allows_small(void);
 void tmem_index_make_room(void);
 
 #endif /* _TMEM_BUDGET_H */

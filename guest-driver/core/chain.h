@@ -66,14 +66,6 @@ static inline void chain_remove(struct object __rcu **head, struct object *objec
 	chain_cut(chain_link(head, object));
 }
 
-/* Puts @object into the place of @old, which is in the chain. */
-static inline void chain_replace(struct object __rcu **head, struct object *old,
-				 struct object *object)
-{
-	RCU_INIT_POINTER(object->next, chain_object(&old->next));
-	rcu_assign_pointer(*chain_link(head, old), object);
-}
-
 /* Removes the first object of a chain, and returns it; or returns NULL. */
 static inline struct object *chain_pop(struct object __rcu **head)
 {

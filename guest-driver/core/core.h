@@ -151,8 +151,6 @@
  */
 #define TMEM_CONTROL_REQUESTS	4
 
-#define TMEM_INDEX_MAX		((1ULL << VIRTIO_TMEM_INDEX_BITS) - 1)
-
 struct tmem_admit;
 struct tmem_ask;
 struct tmem_dev;
@@ -490,7 +488,6 @@ void tmem_index_follow_ram(void);
 long tmem_index_bytes(void);
 long tmem_index_pages(void);
 long tmem_index_retained_pages(void);
-bool tmem_index_has_room_for_small(void);
 
 /* Place of an object's entries in the index. The functions below are implemented in index.c. */
 struct tmem_where {

@@ -3,10 +3,6 @@
  * Removal of index entries in bulk: the objects of pools that were freed or emptied, and, when the
  * index is full, the leaves into which no entry was stored for the longest time.
  *
- * If the index is nearly full, it takes no files shorter than a page. The evictor then slowly
- * erases leaves with only retained entries and, if this is not enough, entries of such files, so
- * that other ones get a chance.
- *
  * The walk goes through the table bucket by bucket, because only the table has all objects. A list
  * of objects would cost memory, and a lock for each put. The walk never delays a put for long: it
  * drops a bucket's lock after some leaves, and frees objects after it has unlinked them and dropped
@@ -17,25 +13,13 @@
 
 /*
  * The evictor makes room in a full index until the index uses this many sixteenths of its limit.
- * This is less than the part up to which the index takes files shorter than a page (SMALL_EIGHTHS).
- * The evictor stops there as well when it makes room for such files with retained entries.
  */
 #define FULL_SIXTEENTHS		13
 /*
- * While files shorter than a page are not put, the evictor visits a part of the buckets at a time:
- * 1/8 to find leaves with only retained entries, and 1/64 to find entries of such files. Of these
- * entries it frees at most 1/512 of the index's memory.
- */
-#define RETAINED_VISIT_PART	8
-#define SMALL_VISIT_PART	64
-#define SMALL_EVICT_PART	512
-
-/*
  * Leaves whose entries the evictor erases. RETAINED_LEAVES: those with retained entries only,
- * because a leaf takes the same memory until its last entry is erased. FIRST_PAGES: those of files
- * with no other page in the index.
+ * because a leaf takes the same memory until its last entry is erased.
  */
-enum victims { ALL_LEAVES, RETAINED_LEAVES, FIRST_PAGES };
+enum victims { ALL_LEAVES, RETAINED_LEAVES };
 
 /* Number of objects that a sweep takes out of a bucket before it drops the bucket's lock. */
 #define SWEEP_OBJECTS		64
@@ -67,7 +51,9 @@ static void sweep_work_fn(struct work_struct *work)
 		     link = chain_step(link, object)) {
 			if (tmem_pool_live(object->pool))
 				continue;
-			uncount_object(object);
+			/* The pool lost the number of its pages with its id. */
+			tmem_index_add_pages(-(long)object->nr_pages);
+			tmem_index_add_retained(-(long)object->nr_retained);
 			chain_cut(link);
 			chain_add(&freed, object);
 			if (!--budget)
@@ -135,10 +121,7 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 		 */
 		if (object->id > *at)
 			continue;
-		if (victims == RETAINED_LEAVES && !object_retained(object))
-			continue;
-		if (victims == FIRST_PAGES &&
-		    (object->small.class != TMEM_OBJECT_1 || object->small.present != 1))
+		if (victims == RETAINED_LEAVES && !object->nr_retained)
 			continue;
 		if (object->id < *at)
 			*nr = 0;
@@ -159,7 +142,7 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 			}
 			leaf = leaf_find_after(object, nr, ULONG_MAX);
 		}
-		if (!object_pages(object)) {
+		if (!object->nr_pages) {
 			chain_cut(link);
 			tmem_object_release(object);
 		}
@@ -201,7 +184,7 @@ static void evict_full(long low)
 	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
 	struct tmem_dev *dev;
 
-	/* Marks and policies alone may fill a small index. The evictor cannot free them. */
+	/* Policies alone may fill a small index. The evictor cannot free them. */
 	if (!tmem_index_pages())
 		return;
 	/* A walk that begins inside a bucket visits the first part of this bucket at its end. */
@@ -216,33 +199,9 @@ static void evict_full(long low)
 	rcu_read_unlock();
 }
 
-/*
- * Makes room for files shorter than a page, which the index refused. It erases leaves with only
- * retained entries, if all retained entries together take enough memory. If the room is still
- * missing, it erases entries of such files.
- */
-static void evict_small(long low)
-{
-	unsigned long buckets = NR_TMEM_BUCKETS;
-	long used = atomic_long_read(&tmem_index_used_bytes);
-
-	if (tmem_index_allows_small())
-		return;
-	if (tmem_index_retained_pages() * (long)sizeof(u64) > used - low)
-		evict(RETAINED_LEAVES, buckets / RETAINED_VISIT_PART, low);
-	if (!tmem_index_allows_small())
-		evict(FIRST_PAGES, buckets / SMALL_VISIT_PART,
-		      used - tmem_index_limit() / SMALL_EVICT_PART);
-}
-
 static void evict_work_fn(struct work_struct *work)
 {
-	long low = tmem_index_table_bytes + tmem_index_entry_bytes() / 16 * FULL_SIXTEENTHS;
-
-	if (test_and_clear_bit(TMEM_EVICT_FULL, &tmem_evict_requests))
-		evict_full(low);
-	if (test_and_clear_bit(TMEM_EVICT_SMALL, &tmem_evict_requests))
-		evict_small(low);
+	evict_full(tmem_index_table_bytes + tmem_index_entry_bytes() / 16 * FULL_SIXTEENTHS);
 }
 
 /**

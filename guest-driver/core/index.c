@@ -85,17 +85,17 @@ static struct object *find_object(struct bucket *bucket, const struct tmem_key *
 /* Frees an object without pages. */
 static void free_if_empty(struct bucket *bucket, struct object *object)
 {
-	if (object_pages(object))
+	if (object->nr_pages)
 		return;
 	chain_remove(&bucket->objects, object);
 	tmem_object_release(object);
 }
 
-/* Makes an object, in which the caller then stores page @index. */
-static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool, u64 index)
+/* Makes an object, in which the caller then stores a page. */
+static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool)
 {
 	struct bucket *bucket = &tmem_buckets[nr];
-	struct object *object = tmem_object_new(index);
+	struct object *object = tmem_object_new();
 
 	if (IS_ERR(object))
 		return object;
@@ -143,14 +143,14 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 	if (TMEM_INJECT(nomem))
 		err = -ENOMEM;
 	if (!object && !err) {
-		object = new_object(nr, key, pool, index);
+		object = new_object(nr, key, pool);
 		if (IS_ERR(object)) {
 			err = PTR_ERR(object);
 			object = NULL;
 		}
 	}
 	if (object && !err)
-		err = tmem_leaf_store(&bucket->objects, &object, index, entry);
+		err = tmem_leaf_store(object, index, entry);
 	if (err && object) {
 		leaf = leaf_load(object, index >> LEAF_SHIFT);
 		if (leaf && tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf,
@@ -376,7 +376,7 @@ void tmem_invalidate(const struct tmem_key *key, u64 first, u64 last, enum tmem_
 				break;
 			leaf = leaf_find_after(object, &i, last >> LEAF_SHIFT);
 		}
-		if (object && !object_pages(object)) {
+		if (object && !object->nr_pages) {
 			free_if_empty(bucket, object);
 			leaf = NULL;
 		}

@@ -32,12 +32,4 @@ struct bucket {
 
 extern struct bucket tmem_buckets[NR_TMEM_BUCKETS];
 
-/* Subtracts the pages of an object that is taken out of the index from the numbers of entries. */
-static inline void uncount_object(const struct object *object)
-{
-	tmem_index_add_pages(-(long)object_pages(object));
-	tmem_pool_add_pages(object->pool, -(long)object_pages(object));
-	tmem_index_add_retained(-(long)object_retained(object));
-}
-
 #endif /* _TMEM_INDEX_H */

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Objects and leaves of the index: the entries of an inode in as little memory as possible.
+ * Objects and leaves of the index: the entries of blocks in as little memory as possible.
  *
- * Most files are small, and the memory of the index is bounded. So an object has its entries inside
- * it while all of them are those of the first TMEM_SMALL_PAGES pages. Other objects have a tree (an
- * XArray) of leaves of 64 pages. Small objects and leaves pack their entries in the order of their
- * pages. A full one moves to the next size. A small object takes 40 bytes and 8 for each place, so
- * 48 to 168. An object with a tree takes 72. A leaf of a tree takes 24 bytes and 8 for each place,
- * so 72 to 536. TMEM_SLAB_LINK comes on top. Every byte is charged before it is allocated, XArray
- * nodes included. Memory that the slab allocator cannot use, or keeps free in its slabs, is not
- * charged.
+ * An object has a tree (an XArray) of leaves of 64 pages. A leaf packs its entries in the order of
+ * their pages. A full one moves to the next size. An object takes 72 bytes. A leaf takes 24 bytes
+ * and 8 for each place, so 72 to 536. TMEM_SLAB_LINK comes on top. Every byte is charged before it
+ * is allocated, XArray nodes included. Memory that the slab allocator cannot use, or keeps free in
+ * its slabs, is not charged.
  *
  * An entry is held or retained. The page of a held entry is in the pool and not in the page cache.
  * The page of a retained entry is in both: a get brought it, and the host keeps it.
@@ -20,83 +17,71 @@
 #include "../compat.h"
 #include "chain.h"
 
-#define OBJECT_BYTES(places) (offsetof(struct object, small.word) + (places) * sizeof(u64))
 #define LEAF_BYTES(places) (offsetof(struct leaf, word) + (LEAF_BITMAPS + (places)) * sizeof(u64))
 
-/*
- * Name, size in bytes and "places" of each class of objects and leaves. "places" is the number of
- * entries that an object or leaf of the class can have.
- */
+/* Name and maximum number of entries of each class of leaves. */
 static const struct {
 	const char *name;
-	unsigned short bytes;
 	u8 places;
 } classes[] = {
-	[TMEM_OBJECT_1] = { "tmem_object_1", OBJECT_BYTES(1), 1 },
-	[TMEM_OBJECT_2] = { "tmem_object_2", OBJECT_BYTES(2), 2 },
-	[TMEM_OBJECT_4] = { "tmem_object_4", OBJECT_BYTES(4), 4 },
-	[TMEM_OBJECT_8] = { "tmem_object_8", OBJECT_BYTES(8), 8 },
-	[TMEM_OBJECT_16] = { "tmem_object_16", OBJECT_BYTES(16), 16 },
-	[TMEM_OBJECT_TREE] = { "tmem_object_tree", sizeof(struct object), 0 },
-	[TMEM_LEAF_6] = { "tmem_leaf_6", LEAF_BYTES(6), 6 },
-	[TMEM_LEAF_14] = { "tmem_leaf_14", LEAF_BYTES(14), 14 },
-	[TMEM_LEAF_30] = { "tmem_leaf_30", LEAF_BYTES(30), 30 },
-	[TMEM_LEAF_64] = { "tmem_leaf_64", LEAF_BYTES(64), 64 },
+	[TMEM_LEAF_6] = { "tmem_leaf_6", 6 },
+	[TMEM_LEAF_14] = { "tmem_leaf_14", 14 },
+	[TMEM_LEAF_30] = { "tmem_leaf_30", 30 },
+	[TMEM_LEAF_64] = { "tmem_leaf_64", 64 },
 };
 
 static_assert(ARRAY_SIZE(classes) == NR_TMEM_CLASSES);
 
-static struct kmem_cache *caches[NR_TMEM_CLASSES];
+static struct kmem_cache *leaf_caches[NR_TMEM_CLASSES], *object_cache;
 
 /*
- * Charges the size of an object or leaf of a class, plus @more bytes, to the index, and allocates
- * the object or leaf. Returns it, -ENOSPC if the index is full, or -ENOMEM.
+ * Charges @bytes, plus @more, to the index, and allocates an object or leaf of @bytes. Returns it,
+ * -ENOSPC if the index is full, or -ENOMEM.
  */
-static void *class_alloc(enum tmem_class class, long more)
+static void *cache_alloc(struct kmem_cache *cache, long bytes, long more)
 {
-	long bytes = classes[class].bytes + TMEM_SLAB_LINK + more;
 	void *memory;
 
+	bytes += TMEM_SLAB_LINK + more;
 	if (!tmem_charge(bytes))
 		return ERR_PTR(-ENOSPC);
-	memory = kmem_cache_alloc(caches[class], GFP_INDEX);
+	memory = kmem_cache_alloc(cache, GFP_INDEX);
 	if (memory)
 		return memory;
 	tmem_uncharge(bytes);
 	return ERR_PTR(-ENOMEM);
 }
 
-static void class_free(enum tmem_class class, void *memory)
+static void cache_free(struct kmem_cache *cache, long bytes, void *memory)
 {
-	tmem_uncharge(classes[class].bytes + TMEM_SLAB_LINK);
-	kmem_cache_free(caches[class], memory);
+	tmem_uncharge(bytes + TMEM_SLAB_LINK);
+	kmem_cache_free(cache, memory);
+}
+
+static void free_leaf(struct leaf *leaf)
+{
+	cache_free(leaf_caches[leaf->class], LEAF_BYTES(classes[leaf->class].places), leaf);
 }
 
 static void set_present(struct leaf *leaf, u64 pages)
 {
-	if (leaf_in_tree(leaf))
-		WRITE_ONCE(leaf->word[LEAF_PRESENT], pages);
-	else
-		WRITE_ONCE(leaf->present, pages);
+	WRITE_ONCE(leaf->word[LEAF_PRESENT], pages);
 }
 
 static void set_retained(struct leaf *leaf, u64 pages)
 {
-	if (leaf_in_tree(leaf))
-		WRITE_ONCE(leaf->word[LEAF_RETAINED], pages);
-	else
-		WRITE_ONCE(leaf->retained, pages);
+	WRITE_ONCE(leaf->word[LEAF_RETAINED], pages);
 }
 
 /*
  * Fills a new leaf, with the entries of leaf @old if there is one. RCU readers may still read the
- * class and the bitmaps of a freed leaf that had this memory.
+ * bitmaps of a freed leaf that had this memory.
  */
 static void fill_leaf(struct leaf *leaf, enum tmem_class class, struct leaf *old)
 {
 	u64 present = old ? leaf_present(old) : 0;
 
-	WRITE_ONCE(leaf->class, class);
+	leaf->class = class;
 	leaf->referenced = 1;
 	set_present(leaf, present);
 	set_retained(leaf, old ? leaf_retained(old) : 0);
@@ -107,8 +92,7 @@ static void fill_leaf(struct leaf *leaf, enum tmem_class class, struct leaf *old
 /* Adds to the number of entries of an object. */
 static void count_pages(struct object *object, long pages)
 {
-	if (!object_is_small(object))
-		object->tree.nr_pages += pages;
+	object->nr_pages += pages;
 	tmem_index_add_pages(pages);
 	tmem_pool_add_pages(object->pool, pages);
 }
@@ -116,56 +100,42 @@ static void count_pages(struct object *object, long pages)
 /* Adds to the number of retained entries of an object. */
 static void count_retained(struct object *object, long pages)
 {
-	if (!object_is_small(object))
-		object->tree.nr_retained += pages;
+	object->nr_retained += pages;
 	tmem_index_add_retained(pages);
 }
 
 /* --- objects ------------------------------------------------------------------------------- */
 
-static struct object *new_object(enum tmem_class class)
+/**
+ * tmem_object_new() - allocate an object without entries
+ *
+ * Return: the object, without a key and not in the table; -ENOSPC if the index is full; -ENOMEM.
+ */
+struct object *tmem_object_new(void)
 {
-	struct object *object = class_alloc(class, 0);
+	struct object *object = cache_alloc(object_cache, sizeof(*object), 0);
 
 	if (IS_ERR(object))
 		return object;
-	if (class == TMEM_OBJECT_TREE) {
-		WRITE_ONCE(object->tree.class, class);
-		object->tree.nr_nodes = 0;
-		object->tree.nr_pages = 0;
-		object->tree.nr_retained = 0;
-		xa_init(&object->tree.leaves);
-	} else {
-		fill_leaf(&object->small, class, NULL);
-	}
+	object->nr_nodes = 0;
+	object->nr_pages = 0;
+	object->nr_retained = 0;
+	xa_init(&object->leaves);
 	return object;
 }
 
 /**
- * tmem_object_new() - allocate an object without entries
- * @index: number of the page that the caller will store first
- *
- * Return: the object, without a key and not in the table; -ENOSPC if the index is full; -ENOMEM.
- */
-struct object *tmem_object_new(u64 index)
-{
-	return new_object(index < TMEM_SMALL_PAGES ? TMEM_OBJECT_1 : TMEM_OBJECT_TREE);
-}
-
-/**
  * tmem_object_release() - free the memory of an object
- * @object: the object, which can no longer be found and has no leaves in a tree that are in use
+ * @object: the object, which can no longer be found and has no leaves
  */
 void tmem_object_release(struct object *object)
 {
 	/*
 	 * Free nodes of the tree, too: a store that found no memory may leave empty nodes behind.
 	 */
-	if (!object_is_small(object)) {
-		xa_destroy(&object->tree.leaves);
-		tmem_uncharge(object->tree.nr_nodes * TMEM_NODE_BYTES);
-	}
-	class_free(object->small.class, object);
+	xa_destroy(&object->leaves);
+	tmem_uncharge(object->nr_nodes * TMEM_NODE_BYTES);
+	cache_free(object_cache, sizeof(*object), object);
 }
 
 /* --- leaves -------------------------------------------------------------------------------- */
@@ -174,129 +144,77 @@ void tmem_object_release(struct object *object)
 static struct leaf *new_leaf(struct object *object, unsigned long nr, enum tmem_class class,
 			     struct leaf *old)
 {
-	struct xarray *leaves = &object->tree.leaves;
+	struct xarray *leaves = &object->leaves;
 	unsigned int charged = tmem_nodes_missing(leaves, nr);
-	struct leaf *leaf = class_alloc(class, charged * TMEM_NODE_BYTES);
-	u32 before = object->tree.nr_nodes;
+	u32 before = object->nr_nodes;
+	struct leaf *leaf;
 	int err;
 
+	leaf = cache_alloc(leaf_caches[class], LEAF_BYTES(classes[class].places),
+			   charged * TMEM_NODE_BYTES);
 	if (IS_ERR(leaf))
 		return leaf;
 	fill_leaf(leaf, class, old);
 	xa_lock(leaves);
-	err = tmem_nodes_store(leaves, nr, leaf, &object->tree.nr_nodes);
+	err = tmem_nodes_store(leaves, nr, leaf, &object->nr_nodes);
 	xa_unlock(leaves);
 	if (!err)
 		return leaf;
-	class_free(class, leaf);
-	tmem_uncharge((charged - (object->tree.nr_nodes - before)) * TMEM_NODE_BYTES);
+	free_leaf(leaf);
+	tmem_uncharge((charged - (object->nr_nodes - before)) * TMEM_NODE_BYTES);
 	return ERR_PTR(err);
 }
 
 /* Takes an empty leaf out of its tree, and frees it. */
 static void remove_leaf(struct object *object, unsigned long nr, struct leaf *leaf)
 {
-	u32 before = object->tree.nr_nodes;
+	u32 before = object->nr_nodes;
 	unsigned long flags;
 
 	/* Interrupts are enabled if the caller owns the object. */
-	xa_lock_irqsave(&object->tree.leaves, flags);
-	tmem_nodes_erase(&object->tree.leaves, nr, &object->tree.nr_nodes);
-	xa_unlock_irqrestore(&object->tree.leaves, flags);
-	tmem_uncharge((before - object->tree.nr_nodes) * TMEM_NODE_BYTES);
-	class_free(leaf->class, leaf);
+	xa_lock_irqsave(&object->leaves, flags);
+	tmem_nodes_erase(&object->leaves, nr, &object->nr_nodes);
+	xa_unlock_irqrestore(&object->leaves, flags);
+	tmem_uncharge((before - object->nr_nodes) * TMEM_NODE_BYTES);
+	free_leaf(leaf);
 }
 
-/*
- * Replaces the small object *@where of chain @head by an object of another class, with the same
- * entries and the same place in the chain. Returns 0, -ENOSPC or -ENOMEM. After an error, *@where
- * is unchanged.
- */
-static int change_class(struct object __rcu **head, struct object **where, enum tmem_class class)
+/* Returns leaf @nr with a place for one more entry. Otherwise returns -ENOSPC or -ENOMEM. */
+static struct leaf *leaf_with_place(struct object *object, unsigned long nr)
 {
-	struct object *old = *where, *object = new_object(class);
-	struct leaf *leaf;
+	struct leaf *leaf, *old = leaf_load(object, nr);
 
-	if (IS_ERR(object))
-		return PTR_ERR(object);
-	if (class == TMEM_OBJECT_TREE) {
-		for (class = TMEM_LEAF_6; classes[class].places < object_pages(old); class++)
-			;
-		leaf = new_leaf(object, 0, class, &old->small);
-		if (IS_ERR(leaf)) {
-			tmem_object_release(object);
-			return PTR_ERR(leaf);
-		}
-		object->tree.nr_pages = object_pages(old);
-		object->tree.nr_retained = object_retained(old);
-	} else {
-		fill_leaf(&object->small, class, &old->small);
-	}
-	object->id = old->id;
-	/*
-	 * A reader without the lock may read these fields now, because an object that was freed at
-	 * this address may have been in the table. So write them with WRITE_ONCE().
-	 */
-	WRITE_ONCE(object->nr, old->nr);
-	WRITE_ONCE(object->pool, old->pool);
-	chain_replace(head, old, object);
-	tmem_object_release(old);
-	*where = object;
-	return 0;
-}
-
-/*
- * Returns the leaf of a page with a place for one more entry. Otherwise returns -ENOSPC or -ENOMEM.
- */
-static struct leaf *leaf_with_place(struct object __rcu **head, struct object **where, u64 index)
-{
-	unsigned long nr = index >> LEAF_SHIFT;
-	struct leaf *leaf, *old;
-	int err;
-
-	if (object_is_small(*where) && index >= TMEM_SMALL_PAGES) {
-		err = change_class(head, where, TMEM_OBJECT_TREE);
-		if (err)
-			return ERR_PTR(err);
-	}
-	leaf = leaf_load(*where, nr);
-	if (!leaf)
-		return new_leaf(*where, nr, TMEM_LEAF_6, NULL);
-	if (hweight64(leaf_present(leaf)) < classes[leaf->class].places)
-		return leaf;
-	if (object_is_small(*where)) {
-		err = change_class(head, where, leaf->class + 1);
-		return err ? ERR_PTR(err) : &(*where)->small;
-	}
-	old = leaf;
-	leaf = new_leaf(*where, nr, old->class + 1, old);
+	if (!old)
+		return new_leaf(object, nr, TMEM_LEAF_6, NULL);
+	if (hweight64(leaf_present(old)) < classes[old->class].places)
+		return old;
+	leaf = new_leaf(object, nr, old->class + 1, old);
 	if (!IS_ERR(leaf))
-		class_free(old->class, old);
+		free_leaf(old);
 	return leaf;
 }
 
 /**
  * tmem_leaf_store() - enter a page
- * @head: chain of the object
- * @where: object of the page; set to the object that takes its place if it must change its class
- * @index: page number
+ * @object: object of the page
+ * @index: place of its block in the object
  * @entry: new entry, which is held and replaces the old one
  *
  * Return: 0; -ENOSPC if the index is full; -ENOMEM. After an error, the old entry is still there.
  */
-int tmem_leaf_store(struct object __rcu **head, struct object **where, u64 index, u64 entry)
+int tmem_leaf_store(struct object *object, u64 index, u64 entry)
 {
-	struct leaf *leaf = leaf_load(*where, index >> LEAF_SHIFT);
+	struct leaf *leaf = leaf_load(object, index >> LEAF_SHIFT);
 	unsigned int bit = index & (LEAF_PAGES - 1);
 	u64 *place, present;
 
 	if (leaf && leaf_present(leaf) & BIT_ULL(bit)) {
 		*leaf_entry(leaf, bit) = entry;
-		tmem_leaf_hold(*where, leaf, BIT_ULL(bit));
+		tmem_leaf_hold(object, leaf, BIT_ULL(bit));
 		leaf->referenced = 1;
 		return 0;
 	}
-	leaf = leaf_with_place(head, where, index);
+	leaf = leaf_with_place(object, index >> LEAF_SHIFT);
 	if (IS_ERR(leaf))
 		return PTR_ERR(leaf);
 	present = leaf_present(leaf);
@@ -305,12 +223,12 @@ int tmem_leaf_store(struct object __rcu **head, struct object **where, u64 index
 	*place = entry;
 	set_present(leaf, present | BIT_ULL(bit));
 	leaf->referenced = 1;
-	count_pages(*where, 1);
+	count_pages(object, 1);
 	return 0;
 }
 
 /**
- * tmem_leaf_erase() - erase pages of a leaf, and free a leaf of a tree if it is empty
+ * tmem_leaf_erase() - erase pages of a leaf, and free the leaf if it is empty
  * @object: object of the leaf
  * @nr: number of the leaf
  * @leaf: the leaf
@@ -330,7 +248,7 @@ unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct lea
 		return 0;
 	tmem_leaf_hold(object, leaf, mask);
 	count_pages(object, -(long)erased);
-	if (!(present & ~mask) && leaf_in_tree(leaf)) {
+	if (!(present & ~mask)) {
 		remove_leaf(object, nr, leaf);
 		return erased;
 	}
@@ -385,9 +303,7 @@ void tmem_leaf_free_all(struct object *object)
 	struct leaf *leaf;
 	unsigned long i;
 
-	if (object_is_small(object))
-		return;
-	xa_for_each(&object->tree.leaves, i, leaf) {
+	xa_for_each(&object->leaves, i, leaf) {
 		remove_leaf(object, i, leaf);
 		cond_resched();
 	}
@@ -402,20 +318,22 @@ int tmem_leaf_init(void)
 {
 	unsigned int i;
 
-	BUILD_BUG_ON(OBJECT_BYTES(1) != 48);
 	BUILD_BUG_ON(LEAF_BYTES(LEAF_PAGES) + TMEM_SLAB_LINK +
 		     DIV_ROUND_UP(TMEM_NODE_BYTES, XA_CHUNK_SIZE) >
 		     LEAF_PAGES * TMEM_INDEX_PAGE_BYTES);
+	/*
+	 * The memory keeps its type while RCU readers run, because tmem_held() reads objects and
+	 * leaves without a lock. It reads neither the id of an object nor the entries of a leaf, so
+	 * the allocator's link has their place.
+	 */
+	object_cache = tmem_slab_create("tmem_object", sizeof(struct object),
+					offsetof(struct object, id));
+	if (!object_cache)
+		return -ENOMEM;
 	for (i = 0; i < NR_TMEM_CLASSES; i++) {
-		/*
-		 * The memory keeps its type while RCU readers run, because tmem_held() reads
-		 * objects and leaves without a lock. It reads neither the id of an object nor the
-		 * entries of a leaf, so the allocator's link has their place.
-		 */
-		caches[i] = tmem_slab_create(classes[i].name, classes[i].bytes,
-					     i <= TMEM_OBJECT_TREE ? offsetof(struct object, id) :
-					     LEAF_BYTES(0));
-		if (!caches[i]) {
+		leaf_caches[i] = tmem_slab_create(classes[i].name, LEAF_BYTES(classes[i].places),
+						  LEAF_BYTES(0));
+		if (!leaf_caches[i]) {
 			tmem_leaf_exit();
 			return -ENOMEM;
 		}
@@ -430,8 +348,9 @@ void tmem_leaf_exit(void)
 {
 	unsigned int i;
 
+	kmem_cache_destroy(object_cache);
 	for (i = 0; i < NR_TMEM_CLASSES; i++) {
-		kmem_cache_destroy(caches[i]);
-		caches[i] = NULL;
+		kmem_cache_destroy(leaf_caches[i]);
+		leaf_caches[i] = NULL;
 	}
 }
