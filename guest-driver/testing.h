@@ -118,6 +118,7 @@ enum tmem_block_check {
 	TMEM_CHECK_VISIBLE,	/* disks with writes that are no bios have no area */
 	TMEM_CHECK_OWN_AREA,	/* a hint of another area leads to no put */
 	TMEM_CHECK_DIRTY,	/* a page that becomes dirty voids its record */
+	TMEM_CHECK_RESUME,	/* a guest that continues after a hibernation erases its records */
 	NR_TMEM_BLOCK_CHECKS
 };
 

@@ -15,6 +15,7 @@
 #include <linux/mutex.h>
 #include <linux/rcupdate.h>
 #include <linux/slab.h>
+#include <linux/suspend.h>
 #include <linux/wait.h>
 #include <linux/workqueue.h>
 
@@ -375,15 +376,40 @@ void tmem_area_free(struct tmem_area *area)
 	kfree_rcu(area, rcu);
 }
 
+/*
+ * The kernel writes the image of a hibernation after it has saved the memory, maybe to a swap file
+ * in an area. A guest that continues with the saved memory has not seen these writes. So it erases
+ * all records. The index is empty, and has no entry before the core's notifier has run, too.
+ */
+static int pm_notify(struct notifier_block *block, unsigned long event, void *unused)
+{
+	if (event == PM_POST_HIBERNATION && !TMEM_WITHOUT(RESUME))
+		tmem_record_erase(1, U32_MAX - 1);
+	return NOTIFY_DONE;
+}
+
+static struct notifier_block pm_block = {
+	.notifier_call = pm_notify,
+	.priority = 1,			/* before the core's notifier, which has 0 */
+};
+
 /**
  * tmem_areas_init() - make the tables
  *
- * Return: 0 or -ENOMEM.
+ * Return: 0 or an error.
  */
 int tmem_areas_init(void)
 {
+	int err;
+
 	INIT_DELAYED_WORK(&drain_work, drain_fn);
-	return tmem_records_init();
+	err = tmem_records_init();
+	if (err)
+		return err;
+	err = register_pm_notifier(&pm_block);
+	if (err)
+		tmem_records_exit();
+	return err;
 }
 
 /**
@@ -391,6 +417,7 @@ int tmem_areas_init(void)
  */
 void tmem_areas_exit(void)
 {
+	unregister_pm_notifier(&pm_block);
 	cancel_delayed_work_sync(&drain_work);
 	tmem_records_exit();
 }

@@ -183,6 +183,7 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_VISIBLE] = "visible",
 	[TMEM_CHECK_OWN_AREA] = "own_area",
 	[TMEM_CHECK_DIRTY] = "dirty",
+	[TMEM_CHECK_RESUME] = "resume",
 };
 
 static int set_blocks_without(const char *val, const struct kernel_param *kp)
