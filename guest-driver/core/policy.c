@@ -101,7 +101,7 @@ void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
 	unsigned long flags;
 	u32 before;
 
-	if (!READ_ONCE(policies->nr))
+	if (!READ_ONCE(policies->nr) || !xa_load(&policies->never, ino))
 		return;
 	xa_lock_irqsave(&policies->never, flags);
 	before = policies->nr_nodes;

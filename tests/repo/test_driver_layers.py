@@ -27,26 +27,25 @@ core/chain.h
 core/index.h
 core/trace core/dev
 core/stats core/budget core/pool_id core/bounce
-core/leaf core/policy core/bypass core/admit core/queue core/generation core/sysfs core/reset
+core/leaf core/policy core/wrong core/admit core/queue core/generation core/sysfs core/reset
 core/index core/retain core/ram core/control
 core/ring core/evict
 core/send
 core/feeder core/request core/pool core/pace
 core/breaker
-core/get core/fetch
+core/fetch
 core/sync
 core/transport
-hooks/super
 hooks/state hooks/users hooks/seen
 hooks/fs
-hooks/ftrace hooks/verify hooks/errors hooks/refuse hooks/mounts hooks/device hooks/records
+hooks/ftrace hooks/verify hooks/refuse hooks/mounts hooks/device hooks/records
 hooks/areas hooks/fill
 hooks/bio
-hooks/marks hooks/fadvise hooks/selftest
-hooks/direct hooks/read hooks/put
+hooks/fadvise hooks/selftest
+hooks/put
 hooks/tracepoints
 hooks/discover
-hooks/coherence hooks/reclaim
+hooks/vfs hooks/reclaim
 hooks/init
 main
 """

@@ -15,13 +15,11 @@ import pytest
 from test_abi import DRIVER
 from test_driver_layers import code
 
-# Functions that run for each page or folio: the probes, the replacements of read functions, and
-# the function that ftrace calls before these.
+# Functions that run for each page or folio: the probes, begin and end of bios, and the function that
+# ftrace calls before a replacement.
 ROOTS = (
     "tmem_probe_removed",
     "tmem_probe_dirty",
-    "tmem_wrap_readahead",
-    "tmem_wrap_read_folio",
     "tmem_ftrace_func",
     "wrap_submit_bio",
     "bio_ended",
@@ -34,35 +32,26 @@ ROOTS = (
 
 # Functions at which the search ends, because they do not run for each page.
 RARE = {
-    "tmem_object_detach": "the inode is gone, or its number has another owner",
-    "tmem_invalidate_inode": "the inode is gone or must not be cached",
-    "drop_stale": "the number of the inode has another owner",
-    "tmem_unbypass": "the inode has a mark",
-    "tmem_bypass": "tests set a mark during an eviction",
-    "tmem_policy_forbid": "tests set a policy during an eviction",
     "tmem_dev_ask": "the generation is over, or the breaker opened",
     "tmem_dev_resync": "the cookies are used up",
     "tmem_dev_resync_any": "the cookies are used up",
     "tmem_dev_report": "the breaker opened",
     "breaker_set": "the breaker opened",
     "tmem_poison": "a page was wrong",
-    "tmem_bypass_wrong": "a page was wrong",
-    "tmem_fs_sweep_soon": "a page was wrong",
+    "tmem_pool_wrong": "a page was wrong",
+    "tmem_fs_flush": "a page was wrong",
+    "tmem_policy_forget": "a file with a policy was deleted",
     "expired": "the answer is late",
     "tmem_get_abandon": "the answer is late",
     "tmem_selftest_saw_removed": "the self-test runs",
     "tmem_selftest_saw_dirty": "the self-test runs",
     "tmem_selftest_saw_call": "the self-test runs",
-    "tmem_verify_new": "one folio of 1,024 is compared with the disk",
-    "tmem_verify_submit": "one folio of 1,024 is compared with the disk",
-    "tmem_verify_cancel": "one folio of 1,024 is compared with the disk",
-    "tmem_moved": "one folio of 1,024 is compared with the disk",
 }
 
 # Shared writes by function. The text says how often they happen, or which processors share them.
 ALLOWED = {
-    ("new_leaf", "xa_lock(leaves)"): "up to 64 pages of one inode",
-    ("remove_leaf", "xa_lock_irqsave(&object->tree.leaves)"): "up to 64 pages of one inode",
+    ("new_leaf", "xa_lock(leaves)"): "up to 64 pages of one object",
+    ("remove_leaf", "xa_lock_irqsave(&object->leaves)"): "up to 64 pages of one object",
     ("reserve", "spin_lock(&queue->ring_lock)"): "each put, of one queue",
     ("take_block", "spin_lock(&dev->block_lock)"): "each 8 puts of a queue",
     ("take_block", "dev->first_free"): "under block_lock",
@@ -70,7 +59,7 @@ ALLOWED = {
     ("wake_feeder", "wake_up(&queue->dev->feeder_wait)"): "a batch is full or begins",
     ("tmem_queue_flush", "spin_lock_irqsave(&queue->ring_lock)"): "erased ranges of one queue",
     ("tmem_index_store", "spin_lock_irqsave(&bucket->lock)"): "each put, of one bucket",
-    ("erase_range", "spin_lock_irqsave(&bucket->lock)"): "each range, of one bucket",
+    ("tmem_invalidate", "spin_lock_irqsave(&bucket->lock)"): "each range, of one bucket",
     ("tmem_index_take", "spin_lock_irqsave(&bucket->lock)"): "each 64 pages, of one bucket",
     ("tmem_index_forget", "spin_lock_irqsave(&bucket->lock)"): "a request that missed a page",
     ("tmem_index_hold", "spin_lock_irqsave(&bucket->lock)"): "each REF, of one bucket",
@@ -78,9 +67,7 @@ ALLOWED = {
     ("fill_ref_batch", "spin_lock(&queue->ring_lock)"): "up to 64 references of one queue",
     ("tmem_retain_learn", "spin_lock(&dev->fallback_lock)"): "up to 64 references of one queue",
     ("tmem_retain_wanted", "spin_lock_irq(&dev->fallback_lock)"): "a page in 32, in fallback",
-    ("evict_request", "set_bit(&tmem_evict_requests)"): "the index is full, until the work runs",
-    ("evict_request", "queue_work(&tmem_evict_work)"): "the index is full, until the work runs",
-    ("tmem_index_has_room_for_small", "small_evict_next"): "every 2 s while the index is full",
+    ("tmem_evict_start", "queue_work(&tmem_evict_work)"): "the index is full, until the work runs",
     ("take", "atomic_long_add_return(&tmem_index_used_bytes)"): "up to 4 KiB of index memory",
     ("take", "atomic_long_sub(&tmem_index_used_bytes)"): "the index is full",
     ("tmem_uncharge", "atomic_long_sub(&tmem_index_used_bytes)"): "up to 4 KiB of index memory",
@@ -128,10 +115,9 @@ ALLOWED = {
     ("return_block", "spin_lock(&dev->block_lock)"): "each 8 puts of a queue",
     ("return_block", "dev->nr_free"): "under block_lock",
     ("tmem_index_erase_offset", "spin_lock_irqsave(&bucket->lock)"): "each put that was refused",
-    ("tmem_breaker_note", "spin_lock_irq(&dev->get_lock)"): "a slow call, or one after a late one",
-    ("tmem_breaker_note_fetch", "spin_lock_irqsave(&dev->get_lock)"): "a slow or late fetch",
-    ("tmem_breaker_note_fetch", "dev->fetch_late_ns"): "under get_lock",
-    ("tmem_breaker_note_fetch", "dev->fetch_slow_ns"): "under get_lock",
+    ("tmem_breaker_note", "spin_lock_irqsave(&dev->get_lock)"): "a slow or late fetch",
+    ("tmem_breaker_note", "dev->fetch_late_ns"): "under get_lock",
+    ("tmem_breaker_note", "dev->fetch_slow_ns"): "under get_lock",
     ("note", "dev->wait_max_ns"): "under get_lock",
     ("note", "dev->late_row"): "under get_lock",
     ("note", "dev->slow_ns"): "under get_lock",
@@ -139,7 +125,6 @@ ALLOWED = {
     ("slow_ns", "dev->slow_ns"): "under get_lock",
     ("slow_ns", "dev->slow_at_ns"): "under get_lock",
     ("tmem_verify_due", "atomic_add(&fs->first_hits)"): "the first 1,000 hits of a file system",
-    ("tmem_verify_void", "spin_lock_irqsave(&pending_lock)"): "this file is being compared",
     ("tmem_fs_note", "test_and_set_bit(&tmem_fs_types_noted)"): "until the discovery runs",
     ("tmem_fs_note", "schedule_delayed_work(&tmem_fs_discovery)"): "until the discovery runs",
     ("tmem_record_compare", "spin_lock_irqsave(&set->lock)"): "each evicted page, of seven blocks",
@@ -155,7 +140,6 @@ ALLOWED = {
     ("tmem_record_write", "spin_lock_irqsave(&set->lock)"): "each written page, of seven blocks",
     ("erase_block", "spin_lock_irqsave(&set->lock)"): "each written block, of seven blocks",
     ("tmem_area_unseen", "queue_delayed_work(&drain_work)"): "a command of a user, or no memory",
-    ("tmem_fs_clear_mark", "xa_lock_irqsave(&mapping->i_pages)"): "the inode has a mark",
 }
 
 FUNCTION = re.compile(
