@@ -2,9 +2,9 @@
 /*
  * virtio-tmem guest driver: the interface between its two halves.
  *
- * The core (index, put ring, virtqueues) knows pools, disk blocks and pages. The hooks (tracepoints,
- * ftrace) know mm, VFS and bios. Hooks call the core through the functions
- * below; the core never calls a hook.
+ * The core (index, put ring, virtqueues) knows pools, disk blocks and pages. The hooks
+ * (tracepoints, ftrace) know mm, VFS and bios. Hooks call the core through the functions below; the
+ * core never calls a hook.
  *
  * The index is the authority on which pages may be got. An invalidation erases entries from it. It
  * takes only spinlocks with interrupts off, allocates nothing and cannot fail.

@@ -34,8 +34,9 @@ enum virtio_tmem_policy {
 	/* Pages are put when they are evicted. */
 	VIRTIO_TMEM_POLICY_DEFAULT = 0,
 	/*
-	 * No page is put, and held pages are erased. The policy holds for as long as the file
-	 * exists, its file system is mounted and the driver is loaded.
+	 * No page is put. Setting this policy erases all held pages of the file system, because the
+	 * driver does not know which of them belong to the file. The policy holds for as long as
+	 * the file exists, its file system is mounted and the driver is loaded.
 	 */
 	VIRTIO_TMEM_POLICY_NEVER = 1,
 };
@@ -44,15 +45,14 @@ struct virtio_tmem_file {
 	__s32 fd;
 	__u32 policy;		/* enum virtio_tmem_policy */
 	__u64 cached_pages;	/* pages of the file in the page cache of the guest */
-	__u64 held_pages;	/* pages of the file in the pool of the host */
-	__u64 reserved;
+	__u64 reserved[2];
 };
 
 #define VIRTIO_TMEM_IOC_MAGIC	0xb9
 
-/* Fills in policy, cached_pages and held_pages. */
+/* Fills in policy and cached_pages. */
 #define VIRTIO_TMEM_IOC_GET	_IOWR(VIRTIO_TMEM_IOC_MAGIC, 1, struct virtio_tmem_file)
-/* Sets the policy; ignores cached_pages and held_pages. */
+/* Sets the policy; ignores cached_pages. */
 #define VIRTIO_TMEM_IOC_SET	_IOW(VIRTIO_TMEM_IOC_MAGIC, 2, struct virtio_tmem_file)
 /* Registers the calling thread; takes no argument. */
 #define VIRTIO_TMEM_IOC_PACE	_IO(VIRTIO_TMEM_IOC_MAGIC, 3)

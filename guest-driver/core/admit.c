@@ -7,7 +7,7 @@
  * the host no longer has. If losses outweigh hits, each new put displaces another page, and the
  * filter engages. It also engages if a full index evicts as many pages as it has, without hits.
  * The driver then puts a page only if it came from the pool, was evicted before, was used again
- * after it was read in, or belongs to the sample: one chunk (256 neighbouring pages of a file) in
+ * after it was read in, or belongs to the sample: one chunk (256 neighbouring blocks) in
  * ADMIT_SAMPLE. A page that the filter refuses costs one more read from the disk, because the
  * filter admits it at its next eviction. The filter disengages after ADMIT_HOLD hits for each page
  * in the index, if no loss or eviction comes between them. A stream of new pages brings no hits,
@@ -24,7 +24,7 @@
  * so the filter may later admit one page without need.
  *
  * The filter remembers other evicted pages in a table of fixed size, with one bit for each page of
- * a leaf (64 neighbouring pages of a file). If a page of a leaf is evicted a second time, the leaf
+ * a leaf (64 neighbouring blocks). If a page of a leaf is evicted a second time, the leaf
  * keeps its place in the table. It loses the place after ADMIT_CREDIT evicted pages of other leaves
  * with the same place. The sample admits pages that are used again after the table has forgotten
  * them.
@@ -46,7 +46,7 @@
 #include "leaf.h"
 
 /*
- * The table has one leaf for this many pages of RAM. A leaf covers 64 neighbouring pages of a file,
+ * The table has one leaf for this many pages of RAM. A leaf covers 64 neighbouring blocks,
  * so the table can remember four times as many pages as RAM has. It takes 1/4096 of RAM.
  */
 #define ADMIT_RAM_PAGES		16
@@ -60,7 +60,7 @@
  */
 #define ADMIT_FRAMES_FACTOR	16
 /*
- * While the filter is engaged, it admits all pages of one chunk (256 neighbouring pages of a file)
+ * While the filter is engaged, it admits all pages of one chunk (256 neighbouring blocks)
  * in this many chunks.
  */
 #define ADMIT_SAMPLE		64

@@ -49,8 +49,8 @@ static bool host_keeps(struct tmem_dev *dev)
 }
 
 /*
- * Returns the fill of the breaker's bucket in ns: the waits for slow fetches, minus the part that has
- * leaked until now. The caller holds dev->get_lock.
+ * Returns the fill of the breaker's bucket in ns: the waits for slow fetches, minus the part that
+ * has leaked until now. The caller holds dev->get_lock.
  */
 static u64 slow_ns(struct tmem_dev *dev)
 {

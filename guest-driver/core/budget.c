@@ -13,8 +13,8 @@
 
 /*
  * Maximum number of bytes that a CPU reserves at a time for its stock: memory of the index that
- * only this CPU may use later. They are enough for 450 pages of a file that is read in order. A CPU charges objects and leaves to its stock without a write to
- * shared memory.
+ * only this CPU may use later. They are enough for 450 pages of a file that is read in order. A CPU
+ * charges objects and leaves to its stock without a write to shared memory.
  */
 #define STOCK_BYTES_MAX		4096
 /*

@@ -8,7 +8,7 @@
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
  *	pool.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
  *	send.c: queue->send_lock	ring next and tail, requests of puts and flushes
- *	  bucket->lock		index.c: all index state of the inodes that hash there
+ *	  bucket->lock		index.c: all index state of the objects that hash there
  *	    detached_lock		objects whose memory is freed later
  *	    queue->ring_lock		ring head, blocks of the queue, flushes, REFs
  *	      dev->block_lock		free blocks of slots
@@ -22,7 +22,7 @@
  * file system lock is taken. An interrupt takes send_lock and all locks below it.
  *
  * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock guards
- * the inodes of one bucket. send_lock, ring_lock and vq_lock guard one queue. block_lock is taken
+ * the objects of one bucket. send_lock, ring_lock and vq_lock guard one queue. block_lock is taken
  * once for TMEM_BLOCK_PAGES pages, and get_lock once for each request.
  * tests/repo/test_hot_paths.py lists all writes to shared memory.
  */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * State of a get, which the files that request pages and take answers share. hooks/fill.c gets pages
- * with tmem_fetch_start().
+ * State of a get, which the files that request pages and take answers share. hooks/fill.c gets
+ * pages with tmem_fetch_start().
  */
 #ifndef _TMEM_GET_H
 #define _TMEM_GET_H

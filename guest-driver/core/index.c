@@ -6,8 +6,9 @@
  * complete invalidation. It is a fixed hash table of objects. An object has an XArray of leaves of
  * 64 pages (leaf.c).
  *
- * Races. An object hashes to one bucket. The lock of that bucket protects the entries of the object.
- * Puts also read the id of its pool under it. So this lock orders any two operations on an object.
+ * Races. An object hashes to one bucket. The lock of that bucket protects the entries of the
+ * object. Puts also read the id of its pool under it. So this lock orders any two operations on an
+ * object.
  * - Put and invalidation: the hooks call tmem_put() under the lock of the record of the block. They
  *   erase the record under this lock, and invalidate afterwards. So a put that found the record has
  *   taken the lock of the bucket before the invalidation, and the invalidation finds the entry.
@@ -392,8 +393,8 @@ void tmem_invalidate(const struct tmem_key *key, u64 first, u64 last, enum tmem_
 }
 
 /*
- * Finds an object without the bucket lock. The object may be freed, or become another object, at any
- * moment.
+ * Finds an object without the bucket lock. The object may be freed, or become another object, at
+ * any moment.
  */
 static struct object *find_object_rcu(const struct tmem_key *key)
 {

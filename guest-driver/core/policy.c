@@ -4,8 +4,8 @@
  *
  * A policy is an inode number and the generation of the inode, so that it does not apply to the
  * next inode with this number. It is a preference of the user, and coherence does not depend on it.
- * The caller sets the policy before it empties the pool, which takes no put then until the puts that
- * may have missed the policy have ended.
+ * The caller sets the policy before it empties the pool. The pool then takes no put until the puts
+ * that may have missed the policy have ended.
  */
 #include <linux/slab.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Request queues: selects the queue of a page, and queues the ranges that the host should drop.
- * send.c and get.c send the requests.
+ * send.c and request.c send the requests.
  */
 #include <linux/hash.h>
 
@@ -10,10 +10,10 @@
 /**
  * tmem_queue_of() - return the request queue of a page
  * @dev: the device
- * @bucket: index bucket of the inode
- * @index: page number
+ * @bucket: index bucket of the object
+ * @index: place of the block in the object
  *
- * Return: the queue. All pages of a chunk (256 neighbouring pages of an inode) have the same queue.
+ * Return: the queue. All pages of a chunk (256 neighbouring blocks) have the same queue.
  */
 struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index)
 {

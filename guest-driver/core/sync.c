@@ -104,7 +104,7 @@ static void sync_work_fn(struct work_struct *work)
 			for (i = 0; i < dev->nr_queues; i++)
 				tmem_ring_renew(&dev->queue[i]);
 		}
-		smp_wmb();	/* pairs with smp_rmb() in send_due() and tmem_get() */
+		smp_wmb();	/* pairs with smp_rmb() in send_due() and fetch_request() */
 		if (generation != dev->generation)
 			tmem_count(TMEM_STAT_generation_changes);
 		if (generation != dev->generation)

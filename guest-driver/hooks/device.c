@@ -25,8 +25,6 @@ static int file_get(struct tmem_pool *pool, const struct inode *inode,
 	req->policy = tmem_policy_never(pool, inode->i_ino, inode->i_generation) ?
 		      VIRTIO_TMEM_POLICY_NEVER : VIRTIO_TMEM_POLICY_DEFAULT;
 	req->cached_pages = READ_ONCE(inode->i_mapping->nrpages);
-	/* Which blocks belong to the file is not known. */
-	req->held_pages = 0;
 	return 0;
 }
 
@@ -39,6 +37,8 @@ static int file_set(struct tmem_pool *pool, const struct inode *inode, u32 polic
 		tmem_policy_forget(pool, inode->i_ino);
 		return 0;
 	case VIRTIO_TMEM_POLICY_NEVER:
+		if (tmem_policy_never(pool, inode->i_ino, inode->i_generation))
+			return 0;
 		err = tmem_policy_forbid(pool, inode->i_ino, inode->i_generation);
 		/*
 		 * Which blocks belong to the file is not known, so all pages are dropped. The
@@ -59,7 +59,7 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 	struct tmem_fs *fs;
 	int err;
 
-	if (!S_ISREG(inode->i_mode) || req->reserved)
+	if (!S_ISREG(inode->i_mode) || req->reserved[0] || req->reserved[1])
 		return -EINVAL;
 	if (!tmem_owner_or_capable(file))
 		return -EPERM;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Discovery: finds mounts of the file system types that the driver serves, and registers and removes
- * them. It also empties pools.
+ * Discovery: finds mounts of the file system types that the driver serves, and registers and
+ * removes them. It also empties pools.
  *
  * A work item runs the discovery in process context. fs.c queues the work item when a hook sees a
  * page of an unknown mount. A mount that is made while the hooks are live is registered at once.

@@ -72,7 +72,10 @@ const char *tmem_selftest_add(void)
 		.wrap = wrap_selftest_readahead,
 	};
 
-	return !TMEM_BUILT_IN && tmem_target_add(&target) ? "a function of this module cannot be hooked" : NULL;
+	/* A kernel with the patches of intree/ redirects no function. */
+	if (!TMEM_BUILT_IN && tmem_target_add(&target))
+		return "a function of this module cannot be hooked";
+	return NULL;
 }
 
 static void selftest_read(struct address_space *mapping)
@@ -105,7 +108,6 @@ static const char *selftest_mapping(struct inode *inode)
 	const char *why;
 
 	selftest_read(mapping);
-	/* A kernel with the patches of intree/ redirects no function. */
 	if (!TMEM_BUILT_IN && !atomic_read(&redirected))
 		return "a function was not redirected";
 	if (!atomic_read(&original_run))

@@ -55,7 +55,7 @@ static const char usage_text[] =
 "\n"
 "  status                      show whether the driver is on, or why it is off\n"
 "  stats [--watch[=SECONDS]]   show the driver's counters\n"
-"  drop PATH...                drop files from page cache and pool\n"
+"  drop PATH...                drop files from the page cache, and not into the pool\n"
 "  policy PATH... [never|default]\n"
 "                              show or set whether files may go into the pool\n"
 "  autosize [OPTION...]        return memory of an idle guest to the host\n"
@@ -96,9 +96,9 @@ static const char stats_text[] =
 static const char drop_text[] =
 "usage: tmem-guest drop PATH... [--json]\n"
 "\n"
-"Drops files from this guest's page cache and from the pool of the host. For a\n"
-"directory, drops all files below it. Changed pages are written to the disk\n"
-"first. Pages that are in use, for example by mmap(), stay. Symbolic links are\n"
+"Drops files from this guest's page cache. The pages do not go into the pool of\n"
+"the host; pages that are there stay. For a directory, drops all files below it.\n"
+"Changed pages are written to the disk first. Pages that are in use, for example by mmap(), stay. Symbolic links are\n"
 "not followed, and other file systems are not entered. Users may drop their own\n"
 "files, root may drop all files.\n"
 "\n"
@@ -107,8 +107,8 @@ static const char drop_text[] =
 static const char policy_text[] =
 "usage: tmem-guest policy PATH... [never|default] [--json]\n"
 "\n"
-"never     pages of the file do not go into the pool of the host, and those that\n"
-"          are there are erased\n"
+"never     pages of the file do not go into the pool of the host. Setting this\n"
+"          policy erases all pages of the file system from the pool\n"
 "default   pages of the file go there when they are evicted\n"
 "\n"
 "For a directory, sets the policy of all files that are below it now; later files\n"
@@ -419,13 +419,13 @@ static struct {
 } walk;
 
 static struct {
-	unsigned long long cached, pool, kept;
+	unsigned long long cached, kept;
 } dropped;
 
 static struct {
 	bool set;
 	__u32 policy;
-	unsigned long long never, normal, cached, held;
+	unsigned long long never, normal, cached;
 } policy;
 
 static void __printf(2, 3) walk_fail(int code, const char *fmt, ...)
@@ -658,10 +658,6 @@ static bool drop_file(int fd)
 		walk_fail(EXIT_SOME, "cannot be written back: %s", strerror(errno));
 		return true;
 	}
-	/*
-	 * Call posix_fadvise() even if no page of the file is cached, because it also makes the
-	 * driver erase the file's entries.
-	 */
 	err = posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
 	if (err) {
 		walk_fail(EXIT_SOME, "cannot be dropped: %s", strerror(err));
@@ -671,9 +667,7 @@ static bool drop_file(int fd)
 		return go_on;
 	if (before.cached_pages > after.cached_pages)
 		dropped.cached += before.cached_pages - after.cached_pages;
-	if (before.held_pages > after.held_pages)
-		dropped.pool += before.held_pages - after.held_pages;
-	dropped.kept += after.cached_pages + after.held_pages;
+	dropped.kept += after.cached_pages;
 	return true;
 }
 
@@ -683,14 +677,13 @@ static void do_drop(char **paths, int nr)
 
 	if (!walk_all(paths, nr, drop_file))
 		return;
-	bytes = (dropped.cached + dropped.pool) * sysconf(_SC_PAGESIZE);
+	bytes = dropped.cached * sysconf(_SC_PAGESIZE);
 	if (json)
-		printf("{\"files\": %llu, \"cached_pages\": %llu, \"pool_pages\": %llu, \"bytes\": %llu, \"kept_pages\": %llu, \"errors\": %llu}\n",
-		       walk.files, dropped.cached, dropped.pool, bytes, dropped.kept,
-		       walk.errors);
+		printf("{\"files\": %llu, \"cached_pages\": %llu, \"bytes\": %llu, \"kept_pages\": %llu, \"errors\": %llu}\n",
+		       walk.files, dropped.cached, bytes, dropped.kept, walk.errors);
 	else
-		printf("%llu files: dropped %llu pages from the page cache and %llu from the pool (%llu bytes); %llu stay in use\n",
-		       walk.files, dropped.cached, dropped.pool, bytes, dropped.kept);
+		printf("%llu files: dropped %llu pages from the page cache (%llu bytes); %llu stay in use\n",
+		       walk.files, dropped.cached, bytes, dropped.kept);
 }
 
 /* --- policy -------------------------------------------------------------------------------- */
@@ -709,7 +702,6 @@ static bool policy_file(int fd)
 	else
 		policy.normal++;
 	policy.cached += file.cached_pages;
-	policy.held += file.held_pages;
 	return true;
 }
 
@@ -723,12 +715,11 @@ static void do_policy(char **paths, int nr)
 	if (!walk_all(paths, nr, policy_file))
 		return;
 	if (json)
-		printf("{\"files\": %llu, \"never\": %llu, \"default\": %llu, \"cached_pages\": %llu, \"pool_pages\": %llu, \"errors\": %llu}\n",
-		       walk.files, policy.never, policy.normal, policy.cached, policy.held,
-		       walk.errors);
+		printf("{\"files\": %llu, \"never\": %llu, \"default\": %llu, \"cached_pages\": %llu, \"errors\": %llu}\n",
+		       walk.files, policy.never, policy.normal, policy.cached, walk.errors);
 	else
-		printf("%llu files: %llu never, %llu default; %llu pages in the page cache, %llu in the pool\n",
-		       walk.files, policy.never, policy.normal, policy.cached, policy.held);
+		printf("%llu files: %llu never, %llu default; %llu pages in the page cache\n",
+		       walk.files, policy.never, policy.normal, policy.cached);
 }
 
 /* --- command line -------------------------------------------------------------------------- */

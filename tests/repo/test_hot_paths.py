@@ -15,8 +15,8 @@ import pytest
 from test_abi import DRIVER
 from test_driver_layers import code
 
-# Functions that run for each page or folio: the probes, begin and end of bios, and the function that
-# ftrace calls before a replacement.
+# Functions that run for each page or folio: the probes, begin and end of bios, and the function
+# that ftrace calls before a replacement.
 ROOTS = (
     "tmem_probe_removed",
     "tmem_probe_dirty",
