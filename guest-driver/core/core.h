@@ -151,6 +151,11 @@
  */
 #define TMEM_CONTROL_REQUESTS	4
 
+/* Largest place of a block in an object that the protocol allows. */
+#define TMEM_INDEX_MAX		((1ULL << VIRTIO_TMEM_INDEX_BITS) - 1)
+
+static_assert(BIT_ULL(TMEM_OBJECT_BITS) - 1 <= TMEM_INDEX_MAX);
+
 struct tmem_admit;
 struct tmem_ask;
 struct tmem_dev;

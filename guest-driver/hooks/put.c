@@ -58,7 +58,7 @@ static void put_block(u32 block, void *arg)
  * Puts the pages of a folio whose bytes equal the records of their blocks. It copies
  * TMEM_FOLIO_MAX_PAGES at most, because interrupts are off.
  */
-static void put_folio(struct tmem_fs *fs, const struct inode *inode, struct folio *folio)
+static void put_blocks(struct tmem_fs *fs, const struct inode *inode, struct folio *folio)
 {
 	unsigned long all = folio_nr_pages(folio), taken = 0, i;
 	unsigned long nr = min_t(unsigned long, all, TMEM_FOLIO_MAX_PAGES);
@@ -133,7 +133,7 @@ void tmem_probe_removed(void *data, struct folio *folio)
 	 * removes a folio holds a reference.
 	 */
 	if (!folio_ref_count(folio) && !tmem_fadvise_covers(mapping, folio->index))
-		put_folio(fs, inode, folio);
+		put_blocks(fs, inode, folio);
 	tmem_record_forget(folio);
 	if (mapping_exiting(mapping) && !inode->i_nlink)
 		tmem_policy_forget(fs->pool, inode->i_ino);
