@@ -38,10 +38,19 @@ HOOK_BITS = {
         )
     )
 }
-# Bits that are set when all hooks that ext4 needs are installed, with blocks=off and blocks=on.
-HOOKS_OF_EXT4 = sum(HOOK_BITS.values()) - HOOK_BITS["selftest"] - HOOK_BITS["bio"]
-HOOKS_OF_BLOCKS = sum(
-    HOOK_BITS[name] for name in ("removed", "dirty", "mount", "unmount", "fadvise", "bio")
+# Bits that are set when all hooks are installed.
+HOOKS = sum(
+    HOOK_BITS[name]
+    for name in (
+        "removed",
+        "dirty",
+        "mount",
+        "unmount",
+        "fadvise",
+        "drop_slab",
+        "reclaim",
+        "bio",
+    )
 )
 
 # The driver's deadline in tests, scaled for slow machines. It is long enough for an answer to a
@@ -132,9 +141,9 @@ def driver_guest(
 ) -> Guest:
     """Boots a VM, loads the driver and waits until it caches. Without `tmem`, starts a daemon."""
     if tmem is None:
-        # With retained pages, the driver could find the fault of a missing hook first, and switch
-        # the cache off before the test finds a wrong byte.
-        properties = {"retain": "off"} if "test_hooks_off" in parameters else {}
+        # With retained pages, the driver could find the fault of a removed check first, and block
+        # the mount before the test finds a wrong byte.
+        properties = {"retain": "off"} if "test_blocks_without" in parameters else {}
         tmem = Tmem(start_daemon(session).socket("vm1"), properties=properties)
     if "disks" not in more:
         image = fs.make(session.directory / "data.img", DISK_BYTES)

@@ -83,9 +83,6 @@ FAULTS = {
 }
 
 
-BLOCKS = pytest.mark.parametrize("blocks", ["blocks=off", "blocks=on"])
-
-
 @pytest.fixture
 def checking(kernel: Kernel) -> None:
     if kernel.series not in debug_kernel.CHECKING:
@@ -103,7 +100,6 @@ class Machine:
         kernel: Kernel,
         module: Path,
         name: str = "ext4",
-        blocks: str = "blocks=off",
     ) -> None:
         self.fs = disk.FILE_SYSTEMS[name]
         self.daemon: Daemon = session.daemon("vm1", pool_size="128MiB")
@@ -126,7 +122,7 @@ class Machine:
             for setting, value in KCSAN_SETTINGS.items():
                 self.guest.sh(f"echo {value} >/sys/module/kcsan/parameters/{setting}")
             self.guest.sh(f"echo on >{KCSAN}")
-        load(self.guest, f"verify_every=100 {blocks}", fs=self.fs)
+        load(self.guest, "verify_every=100", fs=self.fs)
 
     @property
     def mounted(self) -> str:
@@ -166,13 +162,12 @@ class Machine:
         self.vm.check_console()
 
 
-@BLOCKS
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
 def test_torture_triggers_no_kernel_report(
-    session: Session, kernel: Kernel, module: Path, name: str, blocks: str
+    session: Session, kernel: Kernel, module: Path, name: str
 ) -> None:
     """Runs random operations, and the scenario of the torture program for each hook."""
-    machine = Machine(session, kernel, module, name, blocks)
+    machine = Machine(session, kernel, module, name)
     machine.random_operations(OPERATIONS, more=f"--rounds=2 {machine.mounted}").finish()
     machine.random_operations(LARGE_OPERATIONS, LARGE).finish()
     print(counters := stats(machine.guest))
@@ -192,12 +187,11 @@ def test_torture_triggers_no_kernel_report(
     machine.nothing_found()
 
 
-@BLOCKS
 def test_replaced_daemons_and_devices_trigger_no_kernel_report(
-    session: Session, kernel: Kernel, module: Path, blocks: str
+    session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Replaces the daemon and the device, so that generations end and their memory is freed."""
-    machine = Machine(session, kernel, module, blocks=blocks)
+    machine = Machine(session, kernel, module)
     guest = machine.guest
     torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
     for _ in range(2):
@@ -215,12 +209,11 @@ def test_replaced_daemons_and_devices_trigger_no_kernel_report(
     machine.nothing_found()
 
 
-@BLOCKS
 def test_changed_switches_and_parameters_trigger_no_kernel_report(
-    session: Session, kernel: Kernel, module: Path, blocks: str
+    session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Uses switches, parameters, counters, events and tmem-guest while files come and go."""
-    machine = Machine(session, kernel, module, blocks=blocks)
+    machine = Machine(session, kernel, module)
     guest = machine.guest
     trace = "/sys/kernel/tracing/events/virtio_tmem/enable"
     # tmem-guest may fail because a file was removed meanwhile, so its status is ignored.
@@ -265,18 +258,17 @@ def test_changed_switches_and_parameters_trigger_no_kernel_report(
     machine.nothing_found()
 
 
-@BLOCKS
 def test_module_reloads_trigger_no_kernel_report(
-    session: Session, kernel: Kernel, module: Path, blocks: str
+    session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Loads and unloads the module under load, and checks that it leaves no memory allocated."""
-    machine = Machine(session, kernel, module, blocks=blocks)
+    machine = Machine(session, kernel, module)
     guest = machine.guest
     torture = machine.random_operations(OPERATIONS // 2)
     for _ in range(3):
         until(lambda: stats(guest)["puts"] > 0 or torture.job.done(), 120, "the driver puts pages")
         guest.sh("rmmod virtio_tmem", 120)
-        guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} {blocks}")
+        guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS}")
         wait_state(guest, "on")
     torture.finish()
     machine.nothing_found()

@@ -15,7 +15,7 @@ from driver import (
     DEADLINE_MS,
     DISK_BYTES,
     DM,
-    HOOKS_OF_EXT4,
+    HOOKS,
     PARAMETERS,
     PATIENT,
     SYSFS,
@@ -36,23 +36,10 @@ from driver import (
     wait_state,
 )
 from test_blocks import check_writes_are_seen_twice
-from test_files import FILE_PAGES, check_cached, check_former_quota_file, make
+from test_files import SPECIAL, check_cached, make
 from test_filesystems import SCENARIOS as XFS_SCENARIOS
 from test_filesystems import mounted
-from test_fs_errors import (
-    DATA,
-    EMPTIED_SECONDS,
-    NO_JOURNAL,
-    PAGE,
-    SPECIAL,
-    Below,
-    check_failed_zero_range,
-    full_image,
-    make_image,
-    page_after_failed_conversion,
-)
-from test_hooks import READERS, check_read_path, puts_of_an_open_file
-from test_mounts import Mount
+from test_hooks import READERS, check_fadvise, check_read_path
 from test_pace import check_waits_for_silent_host
 from test_selftest import BLIND
 from test_torture import BROKEN, BROKEN_RANDOM, MOUNT, SCENARIOS, SMALL
@@ -63,10 +50,10 @@ from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
 from harness.vm import MIB, Config, Tmem
-from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs", "built_in")
 
+PAGE = 4096
 OPERATIONS = 15_000
 ABSENT = ("FTRACE", "FUNCTION_TRACER", "KPROBES", "LIVEPATCH", "MODULES", "TRACEPOINTS")
 
@@ -121,8 +108,8 @@ def served(
     return guest
 
 
-def test_all_ext4_hooks_are_live_without_ftrace(session: Session, kernel: Kernel) -> None:
-    """The self-test passes on a kernel without tracing, and all hooks of ext4 are live."""
+def test_all_hooks_are_live_without_ftrace(session: Session, kernel: Kernel) -> None:
+    """The self-test passes on a kernel without tracing, and all hooks are live."""
     guest = served(session, kernel)
     config = set(guest.sh("zcat /proc/config.gz").splitlines())
     assert "CONFIG_VIRTIO_TMEM=y" in config
@@ -131,7 +118,7 @@ def test_all_ext4_hooks_are_live_without_ftrace(session: Session, kernel: Kernel
         assert guest.run(f"test -e {path}").status != 0, f"the kernel has {path}"
     assert guest.read(f"{PARAMETERS}/deadline_ms") == str(DEADLINE_MS)
     live = int(guest.read(f"{SYSFS}/hooks"), 0)
-    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, f"a hook of ext4 is not live: {live:#x}"
+    assert live & HOOKS == HOOKS, f"a hook is not live: {live:#x}"
 
 
 def test_evicted_files_are_read_back_from_the_pool(session: Session, kernel: Kernel) -> None:
@@ -203,28 +190,15 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
     assert counters["hits"] > OPERATIONS // 10
     assert counters["verified_hits"] > 100
     assert counters["mismatches"] == counters["verify_mismatches"] == 0
-    for why in ("dirty", "truncate", "direct", "inode", "unmount", "fadvise"):
+    for why in ("block", "unmount"):
         assert counters[f"invalidations_{why}"] > 0, f"no page was erased for the reason '{why}'"
-    assert (counters["invalidations_move_ext"] > 0) == (name == "ext4")
-    wait_state(guest, "on")
-
-
-@pytest.mark.parametrize("name", ["ext4", "xfs"])
-def test_gets_by_block_find_no_wrong_byte(session: Session, kernel: Kernel, name: str) -> None:
-    """Random operations cause no wrong byte although no function of a file system is hooked."""
-    guest = served(session, kernel, "verify_every=0 blocks=on", name)
-    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
-    Torture(guest, f"{arguments} {mounted(name)} {disk.left_out(name)}", 900).finish()
-    counters = stats(guest)
-    assert counters["hits"] > OPERATIONS // 10
-    assert counters["invalidations_block"] > 0
     wait_state(guest, "on")
 
 
 def test_writes_without_the_hook_of_submit_bio_are_seen_twice(
     session: Session, kernel: Kernel
 ) -> None:
-    check_writes_are_seen_twice(served(session, kernel, "verify_every=0 blocks=on"))
+    check_writes_are_seen_twice(served(session, kernel))
 
 
 def test_readers_never_see_an_older_version_of_a_block(session: Session, kernel: Kernel) -> None:
@@ -252,107 +226,48 @@ def test_torture_scenarios_find_no_wrong_byte(
     wait_state(guest, "on")
 
 
-def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
+def test_torture_scenario_finds_a_wrong_byte_if_a_check_is_removed(
     session: Session, kernel: Kernel
 ) -> None:
-    """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
-    guest = served(session, kernel, f"verify_every=0 {PATIENT}")
-    for hooks, scenario in BROKEN:
-        set_parameter(guest, "test_hooks_off", hooks)
+    """Each check is needed: without it, its scenario finds a wrong byte."""
+    guest = served(session, kernel, f"verify_every=0 retain=N {PATIENT}")
+    for parameter, value, scenario in BROKEN:
+        set_parameter(guest, parameter, value)
         Torture(guest, f"--scenario={scenario} {MOUNT}").must_mismatch()
-        set_parameter(guest, "test_hooks_off", "")
+        set_parameter(guest, parameter, "")
         guest.sh(f"umount {WHERE}; mount -t ext4 /dev/vda {WHERE}", 60)
         Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
 
 
-@pytest.mark.parametrize("hooks", BROKEN_RANDOM)
-def test_random_operations_detect_each_missing_hook(
-    session: Session, kernel: Kernel, hooks: str
+@pytest.mark.parametrize("check", BROKEN_RANDOM)
+def test_random_operations_detect_each_removed_check(
+    session: Session, kernel: Kernel, check: str
 ) -> None:
-    """Random operations find a wrong byte if a hook that right contents depend on is off."""
-    guest = served(session, kernel, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
+    """Random operations find a wrong byte without a check that right contents depend on."""
+    parameters = f"verify_every=0 retain=N {PATIENT} test_blocks_without={check}"
+    guest = served(session, kernel, parameters)
     arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
     Torture(guest, arguments, 600).must_mismatch()
 
 
-def test_missing_mount_read_and_drop_slab_hooks_cost_only_hits(
+def test_missing_submit_bio_fadvise_and_drop_slab_hooks_cost_only_hits(
     session: Session, kernel: Kernel
 ) -> None:
-    """Without the hooks for mounts, reads or drop_slab(), bytes are right and only hits are lost.
+    """Without the hooks of submit_bio(), fadvise() or drop_slab(), all bytes are right.
 
-    Without the hook for drop_slab(), drop_caches does not empty the pool.
+    Without the hook of drop_slab(), drop_caches does not empty the pool.
     """
     guest = served(session, kernel)
-    for hook, reader in READERS:
-        check_read_path(guest, hook, reader)
+    for reader in READERS:
+        check_read_path(guest, reader)
+    check_fadvise(guest)
     make(guest, f"{WHERE}/other")
-    assert puts_of_an_open_file(guest) > FILE_PAGES // 2
-    set_parameter(guest, "test_hooks_off", "mount")
-    assert puts_of_an_open_file(guest) == 0
     set_parameter(guest, "drop_caches_flush", "1")
     for off in (True, False):
         set_parameter(guest, "test_hooks_off", "drop_slab" if off else "")
         assert evict(guest, [f"{WHERE}/other"])["index_pages"] > 0
         guest.sh("echo 3 >/proc/sys/vm/drop_caches")
         assert (stats(guest)["index_pages"] > 0) == off
-
-
-@pytest.mark.parametrize("hooks_off", ["journal_abort", "fs_error", "journal_abort,fs_error"])
-def test_forced_shutdown_reported_by_ext4_or_jbd2_empties_the_pool(
-    session: Session, kernel: Kernel, hooks_off: str
-) -> None:
-    """If only ext4 or only jbd2 reports a forced shutdown, the driver empties the mount's pool."""
-    guest = served(session, kernel)
-    mount = Mount(guest, WHERE)
-    check_cached(guest, make(guest, f"{WHERE}/f"))
-    evict(guest, [f"{WHERE}/f"])
-    held = mount.count("held_pages")
-    assert held > 0
-    set_parameter(guest, "test_hooks_off", hooks_off)
-    guest.sh(f"{SPECIAL} shutdown {WHERE}")
-    if "," in hooks_off:
-        assert mount.count("held_pages") == held
-        return
-    assert mount.read("state") == "blocked: the file system had an error; unmount and check it"
-    until(lambda: mount.count("held_pages") == 0, EMPTIED_SECONDS, "the pool is emptied")
-
-
-@pytest.mark.parametrize("hooks_off", ["", "conversion"], ids=["all", "without"])
-def test_page_with_a_failed_extent_conversion_is_not_put(
-    session: Session, kernel: Kernel, hooks_off: str
-) -> None:
-    """The driver does not put a page after a failed conversion of its block.
-
-    The disk then reads as zeroes. If the kernel does not call the hook, the page is put, and reads
-    return the written data from the pool.
-    """
-    image = make_image(session, *NO_JOURNAL)
-    guest = boot(
-        session,
-        kernel,
-        "verify_every=0 allow_encrypted=1",
-        image=image,
-        files=programs(DM, SPECIAL),
-    )
-    below = Below(guest, image)
-    set_parameter(guest, "test_hooks_off", hooks_off)
-    assert page_after_failed_conversion(below) == (DATA if hooks_off else bytes(PAGE))
-
-
-def test_former_quota_file_reads_no_old_byte(session: Session, kernel: Kernel) -> None:
-    """Without the call of the hook `quota`, a former quota file is read with old bytes."""
-    guest = served(session, kernel, f"verify_every=0 {PATIENT}")
-    guest.sh(f"mount -o remount,usrquota {WHERE}")
-    check_former_quota_file(guest, "off")
-
-
-def test_file_with_a_failed_zero_range_reads_no_old_byte(session: Session, kernel: Kernel) -> None:
-    """Without the call of the hook `truncate`, zeroes of a failed operation are read."""
-    image = full_image(session, 1024)
-    guest = boot(session, kernel, f"verify_every=0 {PATIENT}", image=image, files=programs(SPECIAL))
-    wait_state(guest, "on")
-    wait_served(guest)
-    check_failed_zero_range(guest, 1024)
 
 
 def test_file_systems_on_device_mapper_are_refused(session: Session, kernel: Kernel) -> None:

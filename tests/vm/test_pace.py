@@ -54,7 +54,7 @@ ANSWER_SECONDS = 0.010  # of a slow host
 EBUSY = 16
 
 
-def start(session: Session, kernel: Kernel, ko: Path, socket: Path, parameters: str = "") -> Guest:
+def start(session: Session, kernel: Kernel, ko: Path, socket: Path) -> Guest:
     """Starts a guest that has more data on its disk than RAM."""
     tree = session.directory / "tree"
     tree.mkdir()
@@ -72,7 +72,7 @@ def start(session: Session, kernel: Kernel, ko: Path, socket: Path, parameters: 
         files={PATCH: module.build_patch(kernel), **programs(RECLAIM)},
     )
     guest = vm.start()
-    load(guest, f"verify_every=0 {PATIENT} {parameters}")
+    load(guest, f"verify_every=0 {PATIENT}")
     guest.sh(f"mkdir -p {CGROUPS} && mount -t cgroup2 none {CGROUPS}")
     return guest
 
@@ -169,13 +169,12 @@ def reclaim(guest: Guest, how: str, before: dict[str, int]) -> Counter[str]:
     return grown
 
 
-@pytest.mark.parametrize("blocks", ["off", "on"])
 def test_registered_task_loses_few_pages_that_it_reclaims(
-    session: Session, kernel: Kernel, module: Path, blocks: str
+    session: Session, kernel: Kernel, module: Path
 ) -> None:
     """A registered task waits for a slow host in a write to memory.reclaim; other tasks do not."""
     with Liar(session.directory / "liar") as liar:
-        guest = start(session, kernel, module, liar.path, f"blocks={blocks}")
+        guest = start(session, kernel, module, liar.path)
         lost = {}
         for how in ("plain", "closed", "child", "paced"):
             before = cache(guest)

@@ -25,17 +25,16 @@ from driver import (
     evict,
     programs,
     seed,
-    settle,
     start_daemon,
     state,
     stats,
+    wait_served,
     wait_state,
 )
 from test_driver import changed_content
-from test_files import check_cached, make
+from test_files import check_cached, check_not_cached, make
 
 from harness import disk, module
-from harness.daemon import Daemon
 from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -48,14 +47,11 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 PATCH = "/patch.ko"
 LIVE_PATCH = "/live.ko"
 XFS = "/xfs"
-# Functions of which the test applies a live patch, for each value of the parameter `blocks`.
-PATCHED = {"off": ("truncate_inode_pages_range", "ext4_readahead"), "on": ("submit_bio",)}
-# VIRTIO_TMEM_H_EXT4, VIRTIO_TMEM_H_XFS, and the lowest bit that stands for a file system type.
-H_EXT4, H_XFS = 1 << 56, 1 << 57
-H_FIRST = 56
+# Functions of which the test applies a live patch.
+PATCHED = ("submit_bio", "generic_shutdown_super")
 
 
-def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Guest, Daemon]:
+def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> Guest:
     """Boots a guest with an ext4 and an xfs, both mounted, without the driver."""
     daemon = start_daemon(session)
     data = disk.ext4(session.directory / "data.img", DISK_BYTES)
@@ -79,51 +75,28 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
     guest = vm.start()
     guest.mount("data", WHERE)
     guest.mount("xfs", XFS, "xfs")
-    return guest, daemon
+    return guest
 
 
-def load(guest: Guest, state_begins: str = "on", blocks: str = "off") -> None:
-    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0 blocks={blocks}")
-    wait_state(guest, state_begins)
+def load(guest: Guest) -> None:
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
+    wait_state(guest, "on")
+    wait_served(guest)
 
 
-def reported(daemon: Daemon) -> tuple[str, int]:
-    """Returns the driver's state from its last report, and the bits of the served file systems."""
-    (vm,) = daemon.stats()["vms"]
-    driver = vm["driver"]
-    return (driver["state"], driver["hooks"] >> H_FIRST << H_FIRST) if driver else ("", 0)
-
-
-def see(guest: Guest, path: str) -> None:
-    """Reads a file, so that the driver learns of its file system."""
-    guest.sh(f"dd if=/dev/zero of={path} bs=64k count=1 2>/dev/null && sync")
-    guest.sh(f"echo 1 >/proc/sys/vm/drop_caches && cat {path} >/dev/null")
-    settle(guest)
-
-
-def test_only_the_file_system_with_a_patched_function_is_off(
-    session: Session, kernel: Kernel, test_module: Path
+@pytest.mark.parametrize("function", ["submit_bio", "generic_fadvise"])
+def test_patched_function_of_a_needed_hook_keeps_the_driver_off(
+    session: Session, kernel: Kernel, test_module: Path, function: str
 ) -> None:
-    """If a function of xfs is patched, xfs is off, ext4 is served, and the state names both."""
-    guest, daemon = boot(session, kernel, test_module)
-    guest.insmod(PATCH, "function=xfs_vm_readahead")
+    """If a function that the driver needs is patched, nothing is cached, and the state says why."""
+    guest = boot(session, kernel, test_module)
+    guest.insmod(PATCH, f"function={function}")
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
+    wait_state(guest, "off: functions cannot be redirected: error -16: a live patch redirects one")
+    check_not_cached(guest, make(guest, f"{WHERE}/f"))
+    guest.sh("rmmod virtio_tmem && rmmod patch", 60)
     load(guest)
-    see(guest, f"{WHERE}/seen")
-    see(guest, f"{XFS}/seen")
-    reason = "ext4 is served; xfs: cannot hook its readahead: error -16 (a live patch redirects "
-    wait_state(guest, f"on: {reason}it; remove the patch and load the module again)")
     check_cached(guest, make(guest, f"{WHERE}/f"))
-    assert guest.sh(f"ls {SYSFS}/mounts | wc -l").strip() == "1"
-    until(lambda: reported(daemon) == ("on", H_EXT4), 30, "the report names ext4 alone")
-
-    # If no file system can be hooked, the driver is off.
-    guest.sh(f"rmmod virtio_tmem && umount {WHERE} && umount {XFS} && rmmod patch", 60)
-    guest.insmod(PATCH, "function=ext4_readahead")
-    guest.mount("data", WHERE)
-    load(guest, "o")
-    see(guest, f"{WHERE}/seen")
-    wait_state(guest, "off: ext4: cannot hook its readahead: error -16")
-    until(lambda: reported(daemon) == ("off", 0), 30, "the driver reports that it is off")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +106,7 @@ def test_patched_function_of_an_optional_hook_leaves_the_driver_on(
     session: Session, kernel: Kernel, test_module: Path, function: str, missing: str
 ) -> None:
     """If a function that the driver does not need is patched, only its hook is missing."""
-    guest, _ = boot(session, kernel, test_module)
+    guest = boot(session, kernel, test_module)
     guest.insmod(PATCH, f"function={function}")
     load(guest)
     assert f"cannot hook {function}: error -16" in guest.sh("dmesg")
@@ -149,7 +122,7 @@ def test_hung_mount_does_not_delay_unload(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """rmmod does not wait for a mount(2) that waits for a disk without answers."""
-    guest, _ = boot(session, kernel, test_module, "dm_mod")
+    guest = boot(session, kernel, test_module, "dm_mod")
     load(guest)
     guest.sh(f"umount {XFS}", 60)
     device = guest.disk("xfs")
@@ -176,7 +149,7 @@ def test_module_is_not_freed_after_the_kernel_disabled_ftrace(
 
     Functions of the kernel still call the module, so its code must not be freed.
     """
-    guest, _ = boot(session, kernel, test_module)
+    guest = boot(session, kernel, test_module)
     load(guest)
     sums = make(guest, f"{WHERE}/f")
     check_cached(guest, sums)
@@ -212,20 +185,19 @@ def wait_live_patch(guest: Guest) -> None:
     until(lambda: guest.run(done).status == 0, 120, "the live patch's transition ends")
 
 
-@pytest.mark.parametrize("blocks", PATCHED)
 def test_live_patch_applies_while_the_hooks_are_released(
-    session: Session, kernel: Kernel, test_module: Path, blocks: str
+    session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A live patch of a hooked function applies while the hooks are released.
 
     The driver takes the hooks again after the patch is removed.
     """
-    guest, _ = boot(session, kernel, test_module)
-    load(guest, blocks=blocks)
+    guest = boot(session, kernel, test_module)
+    load(guest)
     path = f"{WHERE}/f"
     check_cached(guest, make(guest, path))
     held = evict(guest, [path])["index_pages"]
-    for function in PATCHED[blocks]:
+    for function in PATCHED:
         patch = f"insmod {LIVE_PATCH} function={function}"
         assert "busy" in guest.run(patch).stderr.decode(), (
             "the kernel applied a live patch to a function that the driver redirects"
@@ -242,18 +214,10 @@ def test_live_patch_applies_while_the_hooks_are_released(
         guest.put(path, content)
         guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
 
-        status = switch_hooks(guest, True)
-        if function == "ext4_readahead":
-            assert status == 0
-            wait_state(
-                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch redirects "
-            )
-            assert switch_hooks(guest, False) == 0
-        else:
-            assert status != 0
-            assert state(guest).startswith(
-                "off: functions cannot be redirected: error -16: a live patch redirects one"
-            )
+        assert switch_hooks(guest, True) != 0
+        assert state(guest).startswith(
+            "off: functions cannot be redirected: error -16: a live patch redirects one"
+        )
         sums = {path: hashlib.sha256(content).hexdigest()}
         assert checksums(guest, [path]) == sums
         guest.sh("echo 0 >/sys/kernel/livepatch/live/enabled")
@@ -274,12 +238,11 @@ def held_some(guest: Guest, torture: Torture) -> None:
     )
 
 
-@pytest.mark.parametrize("blocks", PATCHED)
 def test_hooks_are_released_and_installed_again_under_load(
-    session: Session, kernel: Kernel, test_module: Path, blocks: str
+    session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    guest, _ = boot(session, kernel, test_module)
-    load(guest, blocks=blocks)
+    guest = boot(session, kernel, test_module)
+    load(guest)
     torture = Torture(guest, f"--seed={seed()} --ops=3000 --files=16 --size-max=262144", 600)
     rounds = 0
     while not torture.job.done() and rounds < 20:
@@ -297,7 +260,7 @@ def test_hook_that_cannot_be_released_keeps_the_module_loaded(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """If a hook cannot be released, the module cannot be unloaded."""
-    guest, _ = boot(session, kernel, test_module)
+    guest = boot(session, kernel, test_module)
     load(guest)
     sums = make(guest, f"{WHERE}/f")
     guest.insmod(PATCH, "kill=1")

@@ -25,8 +25,6 @@ BLIND = [
     ("test_hooks_off=selftest", "a function was not redirected"),
     ("test_selftest_blind=dirty", "writeback_dirty_folio"),
     ("test_selftest_blind=removed", "mm_filemap_delete_from_page_cache"),
-    ("test_selftest_blind=direct", "invalidate_inode_pages2_range"),
-    ("test_selftest_blind=truncate", "truncate_inode_pages_range"),
     ("test_selftest_blind=unmount", "generic_shutdown_super"),
 ]
 
