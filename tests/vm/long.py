@@ -33,8 +33,8 @@ POLL_SECONDS = 0.2
 RANDOM_OPERATIONS = 20_000
 VERSIONS_OPERATIONS = 10_000
 RUN_SECONDS = 1800.0  # a run that takes longer is treated as hung
-# Module parameter that switches off hooks. Only a module that was built for tests has it.
-HOOKS_OFF = "test_hooks_off="
+# Module parameter that removes safety checks. Only a module that was built for tests has it.
+WITHOUT = "test_blocks_without="
 
 
 class Progress:
@@ -110,7 +110,7 @@ def turn(
 ) -> None:
     """Runs the torture program in a new VM. Raises HarnessError or AssertionError at a fault."""
     where = f"kernel {kernel.release}, {name}, {parameters}"
-    ko = module.build(kernel, test=HOOKS_OFF in parameters)
+    ko = module.build(kernel, test=WITHOUT in parameters)
     with Session() as session:
         command = "no command"
         try:
@@ -161,9 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="seed from which all seeds of the run are drawn",
     )
     parser.add_argument(
-        "--hooks-off",
+        "--without",
         metavar="NAMES",
-        help="switch off these hooks, such as 'direct', to prove that a run finds a wrong byte",
+        help="remove these checks, such as 'forget', to prove that a run finds a wrong byte",
     )
     options = parser.parse_args(arguments)
     names = options.file_systems.split(",")
@@ -188,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # In every second VM, the driver compares all hits with the disk. In the next pass through
         # `turns`, it does so in the other half of the VMs.
         parameters = f"verify_every={(number + number // len(turns)) % 2}"
-        if options.hooks_off:
-            parameters = f"verify_every=0 {HOOKS_OFF}{options.hooks_off}"
+        if options.without:
+            parameters = f"verify_every=0 {WITHOUT}{options.without}"
         try:
             turn(kernel, name, parameters, progress, generator)
         except (HarnessError, AssertionError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver puts a bounded number of pages of a large folio, and gets whole folios only."""
+"""The driver puts a bounded number of pages of a large folio, and gets parts of folios."""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 # First kernel series in which writes to each file system create folios of up to 2 MiB.
 LARGE_WRITES = {"ext4": (6, 16), "xfs": (6, 6)}
 HUGE_ORDER = 9
-# Largest number of pages of a folio that the driver puts, TMEM_FOLIO_MAX_PAGES, and its order. The
-# driver copies them with interrupts off.
-PUT_MAX, PUT_MAX_ORDER = 32, 5
-# First kernel series in which readahead stores the order of a stream's folios with the open file,
-# so that the driver can limit the order.
-STREAMS_LIMITED = (6, 17)
-PAGES = 16 * 256
+# Largest number of pages of a folio that the driver puts, TMEM_FOLIO_MAX_PAGES. The driver copies
+# them with interrupts off.
+PUT_MAX = 32
 
-CGROUPS = "/sys/fs/cgroup"
-GROUP = f"{CGROUPS}/reader"
 TRACING = "/sys/kernel/tracing"
 REMOVED = f"{TRACING}/events/filemap/mm_filemap_delete_from_page_cache"
 
@@ -75,45 +69,6 @@ def test_put_of_a_512_page_folio_is_limited_to_32_pages(
     # The file has right bytes. Some of its pages come from the pool, the others from the disk.
     assert checksums(guest, [path]) == sums
     wait_state(guest, "on")
-
-
-def reclaim_slowly(guest: Guest, mebibytes: int) -> None:
-    """Reclaims pages that processes of GROUP have read, in steps that fit into the put ring."""
-    for _ in range(mebibytes):
-        # The write fails if the kernel could reclaim less than 1 MiB.
-        guest.sh(f"echo 1M >{GROUP}/memory.reclaim 2>/dev/null || true", 60)
-        settle(guest)
-
-
-def test_folios_of_a_sequentially_read_file_are_put_completely(
-    session: Session, kernel: Kernel, module: Path, file_system: str
-) -> None:
-    """Folios of a file that is read stay small enough to be put and got completely."""
-    if kernel.version < STREAMS_LIMITED:
-        pytest.skip(
-            f"Linux {kernel.series} does not keep a folio order for sequential reads, "
-            "so the driver cannot limit it"
-        )
-    guest = boot(session, kernel, module, file_system)
-    path = "/mnt/large"
-    guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)
-    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
-    settle(guest)
-    # A readahead of 8 MiB allows folios of 2 MiB. For virtio-blk, it is the default of Linux 7.2.
-    guest.sh("echo 8192 >/sys/block/vda/queue/read_ahead_kb")
-    guest.sh(f"mkdir -p {CGROUPS} && mount -t cgroup2 none {CGROUPS} && mkdir {GROUP}")
-    guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control")
-    read = f"sh -c 'echo $$ >{GROUP}/cgroup.procs && sha256sum {path}'"
-    expected = guest.sh(read, 60)
-    watch_evictions(guest)
-    reclaim_slowly(guest, 24)
-    orders = orders_evicted(guest, path)
-    assert sum(1 << order for order in orders) > PAGES * 9 // 10, orders
-    assert max(orders) == PUT_MAX_ORDER, orders
-    before = stats(guest)
-    assert guest.sh(read, 60) == expected
-    hits = stats(guest)["hits"] - before["hits"]
-    assert hits > PAGES * 9 // 10
 
 
 @pytest.mark.parametrize("verify", [0, 1])

@@ -12,7 +12,7 @@ from harness.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-BROKEN = "--duration=5m --file-systems=ext4 --hooks-off=truncate"
+BROKEN = "--duration=5m --file-systems=ext4 --without=forget"
 
 
 def run(capsys: pytest.CaptureFixture[str], kernel: Kernel, arguments: str) -> tuple[str, str]:
