@@ -39,10 +39,11 @@ from liar import LIES_OF_REFS, Liar
 from test_driver import FILE_BYTES, overwrite, tree_disk
 from test_filesystems import mounted
 from test_guest_command import COMMAND, command
+from test_mounts import Mount
 from test_ring import hold_feeder
 from test_torture import SMALL
 
-from harness.disk import FILE_SYSTEMS, FileSystem, left_out
+from harness.disk import FILE_SYSTEMS, left_out
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
@@ -163,8 +164,7 @@ def test_unchanged_pages_need_no_copy_when_they_are_evicted_again(
     for _ in range(2):
         after = drop(guest)
         grown = growth(before, after)
-        # The last page of a file contains its end and is copied. A page that was missed is copied,
-        # too.
+        # A page that was missed is copied.
         retained = before["index_retained_pages"]
         assert grown["refs"] == retained
         assert grown["puts"] <= PAGES * FILES - retained + FILES
@@ -229,7 +229,7 @@ def test_changed_retained_pages_are_put_as_copies(
     check_right(guest, sums)
 
 
-def test_page_with_the_end_of_the_file_is_never_retained(
+def test_page_with_the_end_of_the_file_is_retained(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     with Liar(session.directory / "liar", retain=True) as liar:
@@ -245,17 +245,24 @@ def test_page_with_the_end_of_the_file_is_never_retained(
             before, allowed = stats(guest), liar.retainable
             guest.sh(f"cat {path} >/dev/null")
             grown = growth(before, stats(guest))
-            assert grown["hits"] == -(-size // PAGE) and grown["ring_hits"] == 0
-            assert grown["index_retained_pages"] == grown["retained_hits"] == 10
-            assert liar.retainable - allowed == 10
+            pages = -(-size // PAGE)
+            assert grown["hits"] == pages and grown["ring_hits"] == 0
+            assert grown["index_retained_pages"] == grown["retained_hits"] == pages
+            assert liar.retainable - allowed == pages
             grown = growth(before, drop(guest))
-            assert (grown["refs"], grown["puts"]) == (10, -(-size // PAGE) - 10)
+            assert (grown["refs"], grown["puts"]) == (pages, 0)
+            # Bytes behind the old end of the file are zeroes.
+            content = guest.get(path)
+            guest.sh(f"truncate -s {11 * PAGE} {path}")
+            assert guest.get(path) == content + bytes(11 * PAGE - size)
+            drop(guest)
+            assert guest.get(path) == content + bytes(11 * PAGE - size)
 
 
-def test_no_reference_is_sent_for_files_that_may_differ_from_the_disk(
+def test_no_reference_is_sent_for_written_dropped_or_refused_pages(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Marks, policies and an unmount erase retained entries, and no reference follows."""
+    """A write and an unmount erase retained entries. No reference follows fadvise or a policy."""
     guest, sums = boot(session, kernel, module)
     before = retain(guest, sums)
     direct, advised, never, *_ = list(sums)
@@ -263,14 +270,15 @@ def test_no_reference_is_sent_for_files_that_may_differ_from_the_disk(
     guest.sh(f"dd if={direct} of=/tmp/b bs={PAGE} count=1 2>/dev/null")
     guest.sh(f"dd if=/tmp/b of={direct} bs={PAGE} count=1 oflag=direct conv=notrunc 2>/dev/null")
     after = stats(guest)
-    lost = before["index_retained_pages"] - after["index_retained_pages"]
-    assert PAGES * 3 // 4 <= lost <= PAGES
-    guest.sh(f"{SPECIAL} dontneed {advised} && {COMMAND} policy {never} never", 60)
+    assert before["index_retained_pages"] - after["index_retained_pages"] == 1
+    guest.sh(f"{SPECIAL} dontneed {advised}", 60)
+    grown = growth(after, settle_refs(guest))
+    assert grown["refs"] == grown["puts"] == 0
+    guest.sh(f"{COMMAND} policy {never} never", 60)
     last = stats(guest)
-    assert after["index_retained_pages"] - last["index_retained_pages"] >= PAGES * 3 // 2
     grown = growth(last, drop(guest))
-    assert grown["refs"] == last["index_retained_pages"]
-    assert grown["puts_skipped_marked"] > 0 and grown["puts_dropped_policy"] > 0
+    assert grown["refs"] <= last["index_retained_pages"]
+    assert grown["puts_skipped_inode"] >= PAGES * 3 // 4
     check_right(guest, sums)
 
     before = retain(guest, dict(list(sums.items())[3:]))
@@ -331,16 +339,18 @@ def test_page_that_the_host_does_not_retain_leaves_no_entry_if_later_pages_are_e
 ) -> None:
     """A get of two parts erases the entries of its first part, although its second one has none.
 
-    The two parts are in neighbouring units of 64 pages of the index. The entries of the second part
-    are erased between the check whether they are in the index and the get.
+    The two parts are in neighbouring units of 64 blocks of the index. The entries of the second
+    part are erased between the check whether they are in the index and the get.
     """
-    first, part = 32, 32
+    part = 32
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path))
         guest.sh("for i in /sys/block/vd*/queue/read_ahead_kb; do echo 512 >$i; done")
         path = next(iter(sums))
         before = evict(guest, list(sums))
         assert before["index_retained_pages"] == 0
+        # The second part begins with a block whose number is a multiple of 64.
+        first = (part - int(guest.sh(f"{SPECIAL} place {path} 0")) // PAGE) % (2 * part)
         liar.lie = "forget"
         set_parameter(guest, "inject_erased_late", "2")
         read = f"bs={2 * part * PAGE} count=1 iflag=skip_bytes skip={first * PAGE}"
@@ -451,50 +461,6 @@ def test_full_index_erases_retained_entries_first(
     wait_state(guest, "on")
 
 
-def test_retained_entries_leave_a_nearly_full_index_for_small_files(
-    session: Session, kernel: Kernel, test_module: Path
-) -> None:
-    """A nearly full index erases retained entries, and no others, so that it takes small files.
-
-    A leaf that also has held entries takes the same memory without its retained entries, so it
-    keeps them.
-    """
-    files = 60
-    guest, some, _ = boot_with_small_index(session, kernel, test_module)
-    # Half of the pages of one leaf are retained, and the others are held.
-    mixed, half = f"{WHERE}/f19", 32
-    guest.sh("for i in /sys/block/vd*/queue/read_ahead_kb; do echo 0 >$i; done")
-    guest.sh(
-        f"for i in $(seq 0 2 {2 * half - 2}); do"
-        f" dd if={mixed} of=/dev/null bs=4096 count=1 skip=$i 2>/dev/null; done",
-        60,
-    )
-    small = f"{WHERE}/small"
-    guest.sh(f"mkdir {small}; for i in $(seq {files}); do echo $i >{small}/$i; done; sync", 60)
-    set_parameter(guest, "test_hooks_off", "fadvise")
-
-    def evict_small() -> Counter[str]:
-        before = stats(guest)
-        guest.sh(
-            f"cat {small}/* >/dev/null; for i in {small}/*; do {SPECIAL} dontneed $i; done", 60
-        )
-        settle(guest)
-        return growth(before, settle_refs(guest))
-
-    before = stats(guest)
-    # The index uses 15/16 of its memory, so it takes no small files. The guest has one processor,
-    # because each further one may reserve memory of the index.
-    set_parameter(guest, "test_index_bytes", str(before["index_bytes"] // 15 * 16))
-    until(lambda: evict_small()["puts"] == files, 60, "the driver puts all small files")
-    grown = growth(before, settle_refs(guest))
-    assert grown["puts_skipped_small"] > 0 and grown["retained_evicted"] > 0
-    assert grown["index_evicted"] == 0 and grown["puts_dropped_index_full"] == 0
-    before = stats(guest)
-    grown = growth(before, evict_one(guest, mixed))
-    assert grown["refs"] == half and grown["puts"] == 0
-    assert checksums(guest, list(some)) == some
-
-
 def test_changed_retained_page_blocks_the_mount(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -518,13 +484,10 @@ def test_changed_retained_page_blocks_the_mount(
     assert checksums(guest, list(sums)) == sums
 
 
-def test_readahead_gets_no_page_after_its_mount_was_blocked(
+def test_read_gets_no_page_after_its_mount_was_blocked(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """A wrong page of one file stops a readahead of another file that has already begun.
-
-    The sweep, which empties the pool, waits meanwhile. So the pages of the readahead stay held.
-    """
+    """A wrong page of one file stops a read of another file that has already begun."""
     guest, sums = boot(session, kernel, test_module, files=2)
     session.expect_trouble()
     path, wrong = sums
@@ -532,32 +495,30 @@ def test_readahead_gets_no_page_after_its_mount_was_blocked(
     settle_refs(guest)
     assert checksums(guest, [wrong]) == {wrong: sums[wrong]}
     assert stats(guest)["index_retained_pages"] > 0
-    read, sweep = Hold(guest, "read"), Hold(guest, "sweep")
+    read = Hold(guest, "fill")
     job = guest.start(f"sha256sum {path}", 120)
     read.wait()
     set_parameter(guest, "inject_retained_changed", "1")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
     set_parameter(guest, "inject_retained_changed", "0")
     wait_blocked(guest, CHANGED)
-    sweep.wait()
-    before = stats(guest)
-    assert before["index_pages"] >= PAGES * 3 // 4, "the pool is empty already"
+    mount = Mount(guest, WHERE)
+    hits, sectors = mount.count("hits"), guest.disk_stat("data").read_sectors
     read.release()
     done = job.wait()
     assert done.text.split()[0] == sums[path]
-    assert growth(before, stats(guest))["hits"] == 0
-    sweep.release()
-    until(lambda: stats(guest)["index_pages"] == 0, SETTLE_SECONDS, "the pool is emptied")
+    assert mount.count("hits") == hits
+    assert guest.disk_stat("data").read_sectors - sectors >= PAGES * 3 // 4 * 8
 
 
-def test_changed_retained_page_reveals_a_missing_dirty_hook(
+def test_changed_retained_page_reveals_a_removed_check(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Without the hook for dirty pages, the driver finds a changed page at its eviction."""
+    """If a write does not erase entries, the driver finds a changed page at its eviction."""
     guest, sums = boot(session, kernel, test_module)
     session.expect_trouble()
     retain(guest, sums)
-    set_parameter(guest, "test_hooks_off", "dirty")
+    set_parameter(guest, "test_blocks_without", "forget")
     path = next(iter(sums))
     sums[path] = overwrite(guest, path)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
@@ -565,42 +526,37 @@ def test_changed_retained_page_reveals_a_missing_dirty_hook(
     assert checksums(guest, list(sums)) == sums
 
 
-def test_retained_page_is_not_requested_twice(
-    session: Session, kernel: Kernel, test_module: Path
-) -> None:
-    """A retained entry is not got, and the next eviction of its page reveals a change.
+def test_retained_page_is_not_requested(session: Session, kernel: Kernel, module: Path) -> None:
+    """The entry of a page that was dropped stays retained, and a read of the page is no get.
 
-    Hooks are off, so that a truncation leaves the retained entries of the pages that it removes.
+    At the next eviction of the page, the driver sends a reference.
     """
-    guest, sums = boot(session, kernel, test_module)
-    session.expect_trouble()
+    guest, sums = boot(session, kernel, module)
     path = next(iter(sums))
-    retain(guest, {path: sums[path]})
-    set_parameter(guest, "test_hooks_off", "truncate,removed,dirty")
-    size = guest.sh(f"stat -c %s {path}").strip()
-    guest.sh(f"truncate -s 0 {path} && truncate -s {size} {path} && sync")
-    before = stats(guest)
-    assert before["index_retained_pages"] >= PAGES * 3 // 4
-    assert guest.get(path) == bytes(int(size))
-    assert stats(guest)["gets"] == before["gets"]
-    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
-    wait_blocked(guest, CHANGED)
+    before = retain(guest, {path: sums[path]})
+    guest.sh(f"{SPECIAL} dontneed {path}", 60)
+    assert checksums(guest, [path]) == {path: sums[path]}
+    grown = growth(before, stats(guest))
+    assert grown["gets"] == grown["refs"] == grown["index_retained_pages"] == 0, grown
+    grown = growth(before, drop(guest))
+    assert grown["refs"] == before["index_retained_pages"] and grown["retained_changed"] == 0
+    assert checksums(guest, [path]) == {path: sums[path]}
 
 
 def test_hole_punched_in_a_retained_page_keeps_the_cache_on(
-    session: Session, kernel: Kernel, test_module: Path
+    session: Session, kernel: Kernel, module: Path
 ) -> None:
     """A punch with blocks smaller than a page zeroes a part of a clean page.
 
-    The page is evicted before the hook erases the range at the end of the punch. The driver does
-    not count the page as changed without a hook: the cache stays on, and reads return the zeroes.
+    The page then differs from its record. It is not put, and does not count as changed: the cache
+    stays on, and reads return the zeroes.
     """
     guest = driver_guest(
         session,
         kernel,
-        test_module,
+        module,
         device(start_daemon(session).socket("vm1")),
-        fs=FileSystem("ext4", ("-b", "1024")),
+        fs=FILE_SYSTEMS["xfs-1k"],
         parameters=f"verify_every=0 {PATIENT}",
         cpus=2,
         files=programs(SPECIAL),
@@ -610,43 +566,16 @@ def test_hole_punched_in_a_retained_page_keeps_the_cache_on(
     guest.sh(f"yes 0123456789abcde | head -c {len(content)} >{path} && sync")
     evict(guest, [path])
     guest.sh(f"cat {path} >/dev/null")
-    assert stats(guest)["index_retained_pages"] == 16
-    hold = Hold(guest, "truncate")
-    job = guest.start(f"{SPECIAL} punch {path} {PAGE + 1024} 1024", 120)
-    hold.wait()
-    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
-    hold.release()
-    job.wait().check()
+    before = stats(guest)
+    assert before["index_retained_pages"] == 16
+    guest.sh(f"{SPECIAL} punch {path} {PAGE + 1024} 1024")
     content[PAGE + 1024 : PAGE + 2048] = bytes(1024)
+    grown = growth(before, drop(guest))
+    assert grown["refs"] == 15 and grown["retained_changed"] == 0, grown
     assert guest.get(path) == bytes(content)
     wait_state(guest, "on")
-    after = drop(guest)
-    assert after["retained_changed"] == 0
+    assert drop(guest)["retained_changed"] == 0
     assert guest.get(path) == bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("fault", "counter"),
-    [("mark_late", "puts_dropped_bypass"), ("policy_late", "puts_dropped_policy")],
-)
-def test_no_reference_is_sent_for_a_file_marked_during_an_eviction(
-    session: Session, kernel: Kernel, test_module: Path, fault: str, counter: str
-) -> None:
-    """If a mark or a policy is set after the driver's first check, the second one erases the entry.
-
-    The driver makes the second check under the lock that protects the entry.
-    """
-    guest, sums = boot(session, kernel, test_module)
-    set_parameter(guest, "test_hooks_off", "fadvise")
-    path = next(iter(sums))
-    before = retain(guest, {path: sums[path]})
-    set_parameter(guest, f"inject_{fault}", "1")
-    guest.sh(f"{SPECIAL} dontneed {path}", 60)
-    grown = growth(before, stats(guest))
-    assert grown[counter] > 0 and grown["refs"] == grown["puts"] == 0, grown
-    assert grown["index_retained_pages"] == grown["index_pages"] == -before["index_retained_pages"]
-    set_parameter(guest, f"inject_{fault}", "0")
-    assert checksums(guest, [path]) == {path: sums[path]}
 
 
 def test_late_answers_to_references_do_not_erase_newer_puts(
@@ -788,8 +717,10 @@ def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
     assert growth(before, after)["puts"] >= PAGES
     assert checksums(guest, list(sums)) == sums
 
-    # The last page contains the end of the file and is not retained, so one batch is not full.
-    path = list(sums)[1]
+    # The pages of this file do not fill the last batch.
+    path = f"{WHERE}/part"
+    guest.sh(f"dd if=/dev/urandom of={path} bs={PAGE} count={PAGES - 20} 2>/dev/null; sync")
+    sums[path] = checksums(guest, [path])[path]
     # Evict the other files first, so that the put ring has room for the pages of this one.
     drop(guest)
     retain(guest, {path: sums[path]})
