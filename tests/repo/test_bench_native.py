@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.vm.native import Row, dropped_rows, flat, latency_rows, percentile, rows_of, shown
+from bench.vm.native import Row, dropped_rows, flat, latency_rows, percentile, shown
 from harness.paths import HarnessError
 
 
@@ -35,14 +35,6 @@ def test_empty_system_call_time_is_subtracted_from_page_times_only() -> None:
     assert page["get_4k_p99_us"] == 20 and page["get_4k_p999_us"] == 80
     assert page["cached_4k_p50_us"] == 2 and page["disk_4k_p50_us"] == 390
     assert page["syscall_4k_p50_us"] == window["syscall_128k_p50_us"] == 10
-
-
-def test_figures_of_an_arm_have_its_name_in_their_keys() -> None:
-    rows = latency_rows("4k", samples(), 10.0)
-    assert rows_of("", rows) == rows
-    found = values(rows_of("blocks_", rows))
-    assert found["blocks_get_4k_p50_us"] == 20
-    assert all(key.startswith("blocks_get_") for key in found)
 
 
 def test_pages_that_were_not_put_are_counted_by_reason() -> None:

@@ -21,7 +21,7 @@ from bench.vm.intervals import Estimate
 from bench.vm.proof import MAKE, Run
 from bench.vm.results import Measured, Results
 from bench.vm.rivals import KSM, POOL, RAM, Fleet, Rivals
-from bench.vm.workloads import BLOCKS, WITH, WITHOUT, Workload, Write
+from bench.vm.workloads import WITH, WITHOUT, Workload, Write
 from harness import native
 from harness.disk import Disk
 from harness.machine import EVERYWHERE
@@ -125,24 +125,6 @@ def test_figure_that_misses_its_target_is_reported_as_missed() -> None:
         "`seq_reread_speedup`": "**missed**",
         "`stream_ratio`": "**missed**",
     }
-
-
-@pytest.mark.parametrize("figure", ["seconds", "tps"])
-def test_guests_by_block_are_compared_with_the_other_two(figure: str) -> None:
-    """Gains are without / with for times, and with / without for rates."""
-    busy = {"guest_cpu_s": 1.0, "tmemd_cpu_s": 1.0}
-    values = {WITHOUT: 12.0, WITH: 4.0, BLOCKS: 3.0}
-    if figure == "tps":
-        values = {arm: 12 / value for arm, value in values.items()}
-    found = {arm: busy | {figure: value} for arm, value in values.items()}
-    found[BLOCKS]["tmemd_cpu_s"] = 2.0
-    parts = {
-        "load": {"figure": figure, "repetitions": [found]},
-        "other": {"figure": figure, "repetitions": [{WITH: busy, WITHOUT: busy}]},
-    }
-    ratio = values[BLOCKS] / values[WITH]
-    wanted = [Estimate(value, value, value).text() for value in (3, 4, ratio, 1.5)]
-    assert report.block_rows({"parts": parts})[1:] == [["load", *wanted]]
 
 
 def test_target_inside_the_confidence_interval_is_neither_met_nor_missed() -> None:

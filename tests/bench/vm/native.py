@@ -20,7 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bench.vm.machine import (
@@ -76,9 +76,6 @@ PARAMETERS = "verify_every=0 retain=0"
 # Parameters for measuring single gets. The deadline is so long that a reader waits for a late
 # answer. Otherwise the reader would read the disk, and the time would not be that of a get.
 PARAMETERS_LATENCY = f"{PARAMETERS} deadline_ms=1000"
-# Further parameters of the driver in each arm. The keys of its figures begin with the arm.
-ARMS = {"": ""}
-ARMS_BLOCKS = {"": "", "blocks_": "blocks=on"}
 HIT_SHARE_MIN = 0.99
 SIZES = {"4k": "page of 4 KiB", "128k": "window of 128 KiB"}
 FOLIO_PAGES = (1, 4, 16, 32, 64)
@@ -160,14 +157,6 @@ def latency_rows(size: str, samples: dict[str, list[int]], ticks_per_us: float) 
     return rows
 
 
-def rows_of(arm: str, rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows of an arm. Rows that do not depend on the driver are left out."""
-    if not arm:
-        return list(rows)
-    mine = [row for row in rows if not row.key.startswith(("cached_", "disk_", "syscall_"))]
-    return [replace(row, key=arm + row.key, what=f"{row.what}, {ARMS_BLOCKS[arm]}") for row in mine]
-
-
 def dropped_rows(guests: int, change: dict[str, int]) -> list[Row]:
     """Returns rows with the numbers of pages that are not in the pool after their eviction.
 
@@ -241,36 +230,11 @@ class HostPart:
         return (now[time] - self._before[time]) / ((now[pages] - self._before[pages]) or math.nan)
 
 
-@dataclass
-class LatencyArm:
-    """A guest whose gets are measured, and its figures for blocks of one size."""
-
-    machine: Machine
-    daemon: Daemon
-    samples: dict[str, list[int]] = field(default_factory=dict)
-    put_ns: list[float] = field(default_factory=list)
-    finalize_ns: list[float] = field(default_factory=list)
-    get_ns: list[float] = field(default_factory=list)
-    wait_us: list[float] = field(default_factory=list)
-    hits: int = 0
-
-    def next_size(self) -> None:
-        """Begins with blocks of another size."""
-        self.samples, self.get_ns, self.wait_us, self.hits = {}, [], [], 0
-
-
 class Bench:
     """One run of the benchmark: its disks, and the rows of its report."""
 
-    def __init__(
-        self,
-        session: Session,
-        progress: Progress,
-        divisor: int = 1,
-        arms: dict[str, str] = ARMS,
-    ) -> None:
+    def __init__(self, session: Session, progress: Progress, divisor: int = 1) -> None:
         self.session = session
-        self.arms = arms
         self.progress = progress
         self.divisor = divisor
         self.rows: list[Row] = []
@@ -355,84 +319,74 @@ class Bench:
             daemon.stop()
 
     def latency(self) -> None:
-        arms: dict[str, LatencyArm] = {}
-        for arm, parameters in self.arms.items():
-            name = f"{arm}latency".replace("_", "-")
-            daemon = self.daemon(name)
-            machine = self.machine(name, daemon, f"{PARAMETERS_LATENCY} {parameters}")
-            arms[arm] = LatencyArm(machine, daemon)
+        daemon = self.daemon("latency")
+        machine = self.machine("latency", daemon, PARAMETERS_LATENCY)
         repeat = self.times(REPEAT_LATENCY)
+        put_ns, finalize_ns = [], []
         for size, block_bytes, count, every in (
             ("4k", PAGE_BYTES, PAGES, PAGES_PER_DISK_READ),
             ("128k", WINDOW_BYTES, WINDOWS, WINDOWS_PER_DISK_READ),
         ):
             self.progress.step(f"gets, each a {SIZES[size]}, {repeat} times {count}")
-            for found in arms.values():
-                found.next_size()
+            samples: dict[str, list[int]] = {}
+            get_ns, wait_us, pages, hits = [], [], 0, 0
             for number in range(repeat):
-                for found in arms.values():
-                    blocks = f"{count} {block_bytes} {number} {UNHOOKED}/blocks {every}"
-                    self._latency(found, blocks)
+                part = HostPart(daemon)
+                self._evict(machine)
+                put_ns.append(part.per_page("put_ns", "puts"))
+                finalize_ns.append(part.per_page("finalize_ns", "puts"))
+                part, before = HostPart(daemon), machine.counters()
+                blocks = f"{count} {block_bytes} {number} {UNHOOKED}/blocks {every}"
+                text = machine.guest.sh(f"{BENCH} latency {DATA}/blocks {blocks}", SECONDS)
+                for kind, ticks in parse_latency(text).items():
+                    samples.setdefault(kind, []).extend(ticks)
+                change = machine.counters(before)
+                get_ns.append(part.per_page("get_ns", "gets"))
+                wait_us.append(change["get_waits_ns"] / change["requests_get"] / 1000)
+                pages += count * block_bytes // PAGE_BYTES
+                hits += change["hits"] - change.get("ring_hits", 0)
                 self.saying("gets", repeat)(number + 1)
-            pages = repeat * count * block_bytes // PAGE_BYTES
-            for arm, found in arms.items():
-                self.add(rows_of(arm, self._latency_rows(found, size, pages)))
-                self.facts[f"{arm}get_{size}_samples"] = len(found.samples["get"])
-        for arm, found in arms.items():
-            rows = [
+            if hits < pages * HIT_SHARE_MIN:
+                raise HarnessError(
+                    f"only {hits} of {pages} pages came from the pool, so the times are not those "
+                    f"of gets: {machine.counters()}"
+                )
+            self.add(
+                [
+                    *latency_rows(size, samples, self.ticks_per_us),
+                    Row(
+                        f"get_{size}_wait_us",
+                        "  time that a reader waits for the host, mean of the requests",
+                        statistics.median(wait_us),
+                        "µs",
+                    ),
+                    Row(
+                        f"host_get_{size}_ns",
+                        "  time of the host in such a request, for each page",
+                        statistics.median(get_ns),
+                        "ns",
+                    ),
+                    Row(f"get_{size}_hit_share", "  pages that came from the host", hits / pages),
+                ]
+            )
+            self.facts[f"get_{size}_samples"] = len(samples["get"])
+        self.add(
+            [
                 Row(
                     "host_put_ns",
                     "time of the host in a put, for each page",
-                    statistics.median(found.put_ns),
+                    statistics.median(put_ns),
                     "ns",
                 ),
                 Row(
                     "host_finalize_ns",
                     "  finalizing in the background: search for equal pages, lz4",
-                    statistics.median(found.finalize_ns),
+                    statistics.median(finalize_ns),
                     "ns",
                 ),
             ]
-            self.add(rows_of(arm, rows))
-            self.end(found.machine, found.daemon)
-
-    def _latency(self, arm: LatencyArm, blocks: str) -> None:
-        """Evicts the file, and gets blocks of it."""
-        part = HostPart(arm.daemon)
-        self._evict(arm.machine)
-        arm.put_ns.append(part.per_page("put_ns", "puts"))
-        arm.finalize_ns.append(part.per_page("finalize_ns", "puts"))
-        part, before = HostPart(arm.daemon), arm.machine.counters()
-        text = arm.machine.guest.sh(f"{BENCH} latency {DATA}/blocks {blocks}", SECONDS)
-        for kind, ticks in parse_latency(text).items():
-            arm.samples.setdefault(kind, []).extend(ticks)
-        change = arm.machine.counters(before)
-        arm.get_ns.append(part.per_page("get_ns", "gets"))
-        arm.wait_us.append(change["get_waits_ns"] / change["requests_get"] / 1000)
-        arm.hits += change["hits"] - change.get("ring_hits", 0)
-
-    def _latency_rows(self, arm: LatencyArm, size: str, pages: int) -> list[Row]:
-        if arm.hits < pages * HIT_SHARE_MIN:
-            raise HarnessError(
-                f"only {arm.hits} of {pages} pages came from the pool, so the times are not those "
-                f"of gets: {arm.machine.counters()}"
-            )
-        return [
-            *latency_rows(size, arm.samples, self.ticks_per_us),
-            Row(
-                f"get_{size}_wait_us",
-                "  time that a reader waits for the host, mean of the requests",
-                statistics.median(arm.wait_us),
-                "µs",
-            ),
-            Row(
-                f"host_get_{size}_ns",
-                "  time of the host in such a request, for each page",
-                statistics.median(arm.get_ns),
-                "ns",
-            ),
-            Row(f"get_{size}_hit_share", "  pages that came from the host", arm.hits / pages),
-        ]
+        )
+        self.end(machine, daemon)
 
     def _evict(self, machine: Machine) -> None:
         """Moves all pages of the measured file to the pool, and leaves none in the put ring."""
@@ -483,16 +437,10 @@ class Bench:
             )
         )
         self.add(rows)
-        self._reclaim("", machine)
+        self._reclaim(machine)
         self.end(machine, daemon)
-        for arm in list(self.arms)[1:]:
-            name = f"{arm}put".replace("_", "-")
-            daemon = self.daemon(name)
-            machine = self.machine(name, daemon, f"{PARAMETERS} {self.arms[arm]}")
-            self._reclaim(arm, machine)
-            self.end(machine, daemon)
 
-    def _reclaim(self, arm: str, machine: Machine) -> None:
+    def _reclaim(self, machine: Machine) -> None:
         repeat = self.times(REPEAT_RECLAIM)
         self.progress.step(f"reclaim of 1 MiB of clean pages, {repeat} times each")
         ticks: dict[str, list[float]] = {DATA: [], UNHOOKED: []}
@@ -504,16 +452,17 @@ class Bench:
         with_put, without = (
             statistics.median(ticks[where]) / self.ticks_per_us * 1000 for where in (DATA, UNHOOKED)
         )
-        rows = [
-            Row(
-                "reclaim_put_ns",
-                "time that the driver adds to the reclaim of a page",
-                with_put - without,
-                "ns",
-            ),
-            Row("reclaim_ns", "  reclaim without a put", without, "ns"),
-        ]
-        self.add(rows_of(arm, rows))
+        self.add(
+            [
+                Row(
+                    "reclaim_put_ns",
+                    "time that the driver adds to the reclaim of a page",
+                    with_put - without,
+                    "ns",
+                ),
+                Row("reclaim_ns", "  reclaim without a put", without, "ns"),
+            ]
+        )
 
     def burst(self) -> None:
         repeat = self.times(REPEAT_BURST)
@@ -638,19 +587,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"make only 1/{QUICK} of the repetitions, to test the benchmark",
     )
-    parser.add_argument(
-        "--blocks",
-        action="store_true",
-        help="in latency and put, also measure a guest whose driver puts and gets by disk block",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
     # A missing program is reported at once, not after minutes.
     host_binary("tmemd"), host_binary("tmemctl")
     with Session(pinning=pinning()) as session:
-        divisor = QUICK if options.quick else 1
-        bench = Bench(session, Progress(), divisor, ARMS_BLOCKS if options.blocks else ARMS)
+        bench = Bench(session, Progress(), QUICK if options.quick else 1)
         bench.run(options.only)
         print(f"\n{conditions(bench.facts)}\n\n{report(bench.rows)}")
         if options.json:

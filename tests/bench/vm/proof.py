@@ -25,10 +25,8 @@ from bench.vm.output import Progress
 from bench.vm.results import Measured, Repetition, Results
 from bench.vm.rivals import OVERLAPS, Rivals
 from bench.vm.workloads import (
-    BLOCKS,
     URING,
     Oltp,
-    Paired,
     RandomReread,
     SequentialReread,
     Stream,
@@ -64,13 +62,12 @@ MAKE: dict[str, Callable[[], Workload]] = {
 }
 
 
-def settings(quick: bool, host: Host, blocks: bool = False) -> dict[str, Any]:
+def settings(quick: bool, host: Host) -> dict[str, Any]:
     """Returns the settings that all repetitions in a file of results must have in common."""
     parameters = {name: make().parameters for name, make in MAKE.items()}
     return {
         "quick": quick,
         "guests": host.what,
-        "blocks": blocks,
         "pinned": host.pinning != EVERYWHERE,
         "tmemd": digest(host_binary("tmemd")),
         **{name: digest(path) for name, path in host.programs().items()},
@@ -87,11 +84,10 @@ def digest(path: Path) -> str:
 class Run:
     """One run over all parts."""
 
-    def __init__(self, host: Host, results: Results, quick: bool, blocks: bool = False) -> None:
+    def __init__(self, host: Host, results: Results, quick: bool) -> None:
         self._host = host
         self._results = results
         self._quick = quick
-        self._blocks = blocks
         self._progress = Progress()
 
     def wanted(self, workload: Workload) -> int:
@@ -101,7 +97,7 @@ class Run:
 
     def all(self, names: list[str]) -> None:
         """Measures all parts, even if some of them fail. Then raises if a part has failed."""
-        parts = [part for name in names if self.wanted(part := self._make(name))]
+        parts = [part for name in names if self.wanted(part := MAKE[name]())]
         left = sum(map(self._estimate, parts))
         measured: list[str] = []
         failures: list[str] = []
@@ -125,16 +121,8 @@ class Run:
         if failures:
             raise HarnessError("\n".join(failures))
 
-    def _make(self, name: str) -> Workload:
-        part = MAKE[name]()
-        if self._blocks and isinstance(part, Paired):
-            part.add_blocks()
-        return part
-
     def _estimate(self, part: Workload) -> float:
         seconds = part.seconds * self._host.slowdown
-        if BLOCKS in part.arms:
-            seconds *= len(part.arms) / (len(part.arms) - 1)
         return seconds / (part.repetitions if self._quick else 1)
 
     def _part(self, part: Workload, images: Path) -> None:
@@ -198,11 +186,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="one repetition of each workload, to try the benchmark",
     )
-    parser.add_argument(
-        "--blocks",
-        action="store_true",
-        help="also measure, in turns, guests whose driver puts and gets by disk block (blocks=on)",
-    )
     parser.add_argument("--fresh", action="store_true", help="measure all repetitions again")
     parser.add_argument(
         "--kvm",
@@ -221,9 +204,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.report:
         host_binary("tmemctl")
         host: Host = Qemu() if options.kvm else Native()
-        of = settings(options.quick, host, options.blocks)
-        results = Results(path, of, fresh=options.fresh)
-        Run(host, results, options.quick, options.blocks).all(options.only or [*MAKE])
+        results = Results(path, settings(options.quick, host), fresh=options.fresh)
+        Run(host, results, options.quick).all(options.only or [*MAKE])
     found = report.load(path)
     beside = report.load(other) if other.exists() else None
     print(report.text(found, beside))

@@ -13,9 +13,9 @@ from typing import Any
 from bench.vm import build, intervals, model, output, plot
 from bench.vm.intervals import Estimate, Pair
 from bench.vm.machine import PAGE_BYTES
-from bench.vm.results import Measured, Repetition
+from bench.vm.results import Repetition
 from bench.vm.rivals import ARMS, CACHE, KSM, OVERLAPS, POOL, RAM, ZRAM, Arm
-from bench.vm.workloads import BLOCKS, WITH, WITHOUT, Oltp
+from bench.vm.workloads import WITH, WITHOUT, Oltp
 from harness.paths import HarnessError
 
 WIDTH = 100
@@ -227,29 +227,6 @@ def workload_rows(found: dict[str, Any]) -> list[list[str]]:
     return out
 
 
-def block_rows(found: dict[str, Any]) -> list[list[str]]:
-    """Returns a table that compares guests whose driver works by disk block to the others."""
-    head = ["workload", "gain with", "gain by block", "by block / with", "processor time of that"]
-    out = [head]
-    for key, part in found["parts"].items():
-        of: list[Repetition] = part["repetitions"]
-        if not all(BLOCKS in one for one in of):
-            continue
-        figure = part["figure"]
-        pairs = [(WITHOUT, WITH), (WITHOUT, BLOCKS), (BLOCKS, WITH)]
-        if figure != "seconds":  # a rate
-            pairs = [(under, over) for over, under in pairs[:2]] + pairs[2:]
-        busy = [(_cpu_seconds(one[BLOCKS]), _cpu_seconds(one[WITH])) for one in of]
-        ratios = [intervals.ratio(_pairs(part, over, under, figure)) for over, under in pairs]
-        out.append([key, *(value.text() for value in (*ratios, intervals.ratio(busy)))])
-    return out
-
-
-def _cpu_seconds(measured: Measured) -> float:
-    """Returns the processor time of the guest and of tmemd."""
-    return measured["guest_cpu_s"] + measured["tmemd_cpu_s"]
-
-
 def rival_rows(found: dict[str, Any], suffix: str) -> list[list[str]]:
     """Returns the table of one phase of all arms: "" only reads, "_writes" has 20 % writes."""
     out = [["overlap", "arm", "host bytes, peak", "disk reads", "arm / ours", "time"]]
@@ -341,8 +318,6 @@ def text(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
     `other` has the results of the other kind of guests, native ones or QEMU's.
     """
     blocks = [output.table(rows(found)), output.table(workload_rows(found))]
-    if len(table := block_rows(found)) > 1:
-        blocks.append(f"Puts and gets by disk block (blocks=on)\n{output.table(table)}")
     for suffix, title in (("", "only reads"), ("_writes", "20 % writes")):
         table = rival_rows(found, suffix)
         if len(table) > 1:
@@ -607,7 +582,6 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         "    tests/bench/run proof                   # 40 minutes, as root; build/proof.json\n"
         "    tests/bench/run proof --only victim     # one workload\n"
         "    tests/bench/run proof --quick           # one repetition, for a test\n"
-        "    tests/bench/run proof --blocks          # also guests with the parameter blocks=on\n"
         "    tests/bench/run proof --kvm             # guests in QEMU, and the comparison with KSM",
     ]
     if speed_bars(found):

@@ -26,8 +26,6 @@ SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
 POOL_BYTES = 512 * MIB
 STREAM_BYTES = 448 * MIB
 WITH, WITHOUT = "with", "without"
-BLOCKS = "blocks"  # with the pool, and the driver puts and gets pages by their disk blocks
-POOLED = {WITH: "", BLOCKS: "blocks=on"}  # parameters of the driver in the arms with the pool
 DISK = "ext4 on a disk of 3,000 IOPS and 125 MB/s"
 CONTENTS = "pages are all different, and lz4 halves them"
 
@@ -60,7 +58,7 @@ class Workload:
 
 
 class Paired(Workload):
-    """A load in two guests, one with the pool and one without. add_blocks() adds a third guest."""
+    """A load in two guests, one with the pool and one without."""
 
     set_bytes = SET_BYTES
     ram_bytes = RAM_BYTES
@@ -78,11 +76,6 @@ class Paired(Workload):
             "disk": DISK if self.throttle else "ext4, in the host's page cache",
             **self.details(),
         }
-
-    def add_blocks(self) -> None:
-        """Adds the arm BLOCKS if the load has an arm with the pool."""
-        if WITH in self.arms:
-            self.arms = (*self.arms, BLOCKS)
 
     def ram_of(self, arm: str) -> int:
         """Returns the RAM of an arm's guests."""
@@ -102,13 +95,14 @@ class Paired(Workload):
         loads = self.loads()
         if loads:
             requests = disks.loads_image(lab.directory / "loads.img", loads)
+        numbers = range(self.guests)
+        daemon = lab.daemon(
+            *(f"{WITH}{number}" for number in numbers), pool_bytes=POOL_BYTES * self.guests
+        )
         for arm in self.arms:
             self.all_boxes[arm] = []
-            names = [f"{arm}{number}" for number in range(self.guests)]
-            daemon = None
-            if arm in POOLED:
-                daemon = lab.daemon(*names, pool_bytes=POOL_BYTES * self.guests)
-            for name in names:
+            for number in numbers:
+                name = f"{arm}{number}"
                 own = path
                 if self.writable:
                     own = lab.directory / f"{name}.img"
@@ -120,8 +114,7 @@ class Paired(Workload):
                     name=name,
                     ram_bytes=self.ram_of(arm),
                     disks=tuple(images),
-                    daemon=daemon,
-                    parameters=POOLED.get(arm, ""),
+                    daemon=daemon if arm == WITH else None,
                     direct=self.throttle is not None,
                     sqlite=self.sqlite,
                 )
@@ -157,14 +150,10 @@ class Paired(Workload):
         """Runs the load once and returns its figure."""
         raise NotImplementedError
 
-    def pooled(self) -> list[Box]:
-        """Returns the guests with the pool."""
-        return [box for arm in POOLED for box in self.all_boxes.get(arm, [])]
-
     def check(self) -> None:
         if not self.sum_of:
             return
-        for box in self.pooled():
+        for box in self.all_boxes.get(WITH, []):
             found = box.sh(f"sha256sum {DATA}/{self.sum_of}").split()[0]
             if found != self._sum:
                 raise HarnessError(f"{self.key}, {box.vm.name}: the file's SHA-256 is wrong")
@@ -348,7 +337,7 @@ class Oltp(Paired):
         return {"tps": self.count / (time.monotonic() - began)}
 
     def check(self) -> None:
-        for box in self.pooled():
+        for box in self.all_boxes[WITH]:
             found = box.sh(f"echo 'PRAGMA quick_check;' | {SQLITE} {DATA}/db").strip()
             if found != "ok":
                 raise HarnessError(f"{self.key}, {box.vm.name}: the database is damaged: {found}")
@@ -416,7 +405,7 @@ class Write(Paired):
 
     def check(self) -> None:
         """Raises if the bytes in RAM and pool are not those on the disk."""
-        for box in self.pooled():
+        for box in self.all_boxes[WITH]:
             cached = box.sh(f"sync; sha256sum {DATA}/{disks.SET}")
             # Read from the disk: a new mount has no pages in RAM and none in the pool.
             box.sh(f"umount {DATA}")
