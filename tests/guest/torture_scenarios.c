@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
  * Short fixed sequences of operations (scenarios), one for each way in which a file changes while
- * the pool has an old copy of its pages. Each scenario must read the new bytes. If the hook that
- * reports its operation is switched off, it reads the old bytes at once.
+ * the pool has an old copy of its pages. Each scenario must read the new bytes. Some of them read
+ * old bytes at once if a safety check of the driver is removed (tests/vm/test_torture.py).
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -248,7 +248,7 @@ static void write_blocks(struct worker *w, struct file *f, const int *blocks, un
 /*
  * Writes below the page cache as md does with a bitmap in a file. md asks for the blocks of a file
  * that it has open for writing, and writes them itself. The page cache then has old, clean pages,
- * which must not be put even after the file was closed.
+ * which must not be put.
  */
 static void scenario_bmap(struct worker *w, struct file *f, struct file *g)
 {
@@ -409,10 +409,6 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 	stay_here();
 	for (int cycle = 0; cycle < UNMOUNT_CYCLES; cycle++) {
 		prime(w, f, "unmount");
-		/*
-		 * Close the file, because the driver erases the pages of a file that is open for
-		 * writing when FIBMAP asks for its blocks.
-		 */
 		file_close(f);
 		nr = map_blocks(w, f, blocks, &bytes);
 		worker_close(w);
@@ -553,9 +549,6 @@ static void scenario_large(struct worker *w, struct file *f, struct file *g)
 	prime_large(w, f, "large, parts written directly");
 	file_write_direct(w, f, 40 * PAGE, 60 * PAGE);
 	look_large(w, f);
-	/* The driver puts no pages of a file that was written directly until it is closed. */
-	file_close(f);
-	file_open(w, f, false);
 	prime_large(w, f, "large, a hole punched");
 	file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 9 * PAGE + 5, 80 * PAGE);
 	look_large(w, f);
@@ -584,11 +577,7 @@ static uint64_t swap_used_kib(void)
 	return used;
 }
 
-/*
- * Locks the page of the swap header, which was read at swapon. If that page were evicted while swap
- * is on, the eviction alone would show that the file must not be cached. It would hide the effect
- * of the swapon hook.
- */
+/* Locks the page of the swap header, which was read at swapon, so that it stays cached. */
 static uint8_t *hold_swap_header(struct worker *w)
 {
 	char path[256];

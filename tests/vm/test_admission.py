@@ -22,6 +22,8 @@ from driver import (
     wait_state,
 )
 from liar import Liar
+from test_guest_command import COMMAND, command
+from test_mounts import Mount
 
 from harness import disk
 from harness.disk import Disk
@@ -213,19 +215,18 @@ def test_each_refusal_reason_has_its_own_counter(
 ) -> None:
     """Each reason not to put a page has a counter, and only that counter grows."""
     daemon = start_daemon(session)
-    fine = disk.ext4(session.directory / "fine.img", 64 * MIB, None, "-b", "1024")
+    image = disk.ext4(session.directory / "fine.img", 64 * MIB, None, "-b", "1024")
     disks = [
         Disk("data", disk.ext4(session.directory / "data.img", 64 * MIB)),
-        Disk("fine", fine),
+        Disk("fine", image),
     ]
-    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=disks).start()
+    tmem = Tmem(daemon.socket("vm1"))
+    guest = driver_vm(session, kernel, module, tmem, disks=disks, files=command()).start()
     guest.mount("fine", "/fine")
     load(guest, "verify_every=0")
     pages = 8 * PAGES_MIB
-    for name in ("file", "swap"):
-        guest.sh(f"dd if=/dev/urandom of=/mnt/{name} bs=1M count=2 2>/dev/null")
-    guest.sh(f"dd if=/dev/urandom of=/mnt/large bs=4096 count={pages} 2>/dev/null")
-    guest.sh("mkswap /mnt/swap; sync")
+    guest.sh("dd if=/dev/urandom of=/mnt/never bs=1M count=2 2>/dev/null; truncate -s 2M /mnt/hole")
+    guest.sh(f"dd if=/dev/urandom of=/mnt/large bs=4096 count={pages} 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     counters = settle(guest)
 
@@ -240,11 +241,12 @@ def test_each_refusal_reason_has_its_own_counter(
         others = ("puts_stored", "puts_eligible", "puts_lost")
         return {k: n for k, n in grown.items() if n and k not in others}
 
+    fine = Mount(guest, "/fine")
+
     def fine_served() -> bool:
-        before = stats(guest)["puts"]
         guest.sh("dd if=/dev/zero of=/fine/probe bs=64k count=1 2>/dev/null; sync")
         guest.sh("echo 1 >/proc/sys/vm/drop_caches")
-        return stats(guest)["puts"] > before
+        return guest.run(f"grep -q ^on {fine.path}/state").status == 0
 
     until(fine_served, 30, "the driver serves /fine")
     # Write one block of the file's first page, which is not cached, without reading the others. The
@@ -255,14 +257,10 @@ def test_each_refusal_reason_has_its_own_counter(
     counters = settle(guest)
     assert evict("/dev/null") == {"puts_skipped_folio": 1}
 
-    guest.sh("swapon /mnt/swap")
-    assert set(evict("/mnt/swap")) == {"puts_skipped_inode"}
-    guest.sh("swapoff /mnt/swap")
-    writer = guest.start("sleep 1000 >>/mnt/file", 1000)
-    guest.sh("dd if=/dev/zero of=/mnt/file bs=4096 count=1 conv=notrunc oflag=direct 2>/dev/null")
-    assert set(evict("/mnt/file")) == {"puts_skipped_marked"}
-    writer.kill()
-    writer.wait()
+    guest.sh(f"{COMMAND} policy /mnt/never never")
+    assert set(evict("/mnt/never")) == {"puts_skipped_inode"}
+    # The pages of a hole were not transferred, so they have no record.
+    assert set(evict("/mnt/hole")) == {"puts_skipped_block"}
     daemon.pause()
     assert set(evict("/mnt/large")) == {"puts", "puts_dropped_ring_full"}
     daemon.resume()

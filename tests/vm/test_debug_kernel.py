@@ -166,7 +166,7 @@ class Machine:
 def test_torture_triggers_no_kernel_report(
     session: Session, kernel: Kernel, module: Path, name: str
 ) -> None:
-    """Runs random operations, and the scenario of the torture program for each hook."""
+    """Runs random operations, and scenarios of the torture program."""
     machine = Machine(session, kernel, module, name)
     machine.random_operations(OPERATIONS, more=f"--rounds=2 {machine.mounted}").finish()
     machine.random_operations(LARGE_OPERATIONS, LARGE).finish()

@@ -29,7 +29,7 @@ def test_torture_passes_on_vendor_configurations(
 ) -> None:
     """On a vendor's configuration, the self-test passes and the torture program finds no fault.
 
-    The program runs random operations, and the scenario for each hook.
+    The program runs random operations, and each scenario.
     """
     if kernel.series not in debug_kernel.VENDORS:
         pytest.skip(
