@@ -262,7 +262,6 @@ static void swap_start(struct worker *w)
 	int fd;
 
 	swap_path(w, path, sizeof(path));
-	unlink(path);	/* a new file is needed: the driver does not cache a former swap file */
 	fd = open(path, O_RDWR | O_CREAT, 0600);
 	if (fd < 0)
 		fail(w, NULL, "open %s", path);
