@@ -110,6 +110,9 @@ void verify(struct worker *w, struct file *f, const uint8_t *found, uint64_t off
 	    size_t length, const char *how);
 void fail(struct worker *w, struct file *f, const char *format, ...)
 	__attribute__((noreturn, format(printf, 3, 4)));
+/* Reports a wrong byte that verify() does not find, and ends the run. */
+void wrong_byte(struct worker *w, struct file *f, const char *format, ...)
+	__attribute__((noreturn, format(printf, 3, 4)));
 unsigned int owner_of(const struct worker *w, const struct file *f);
 uint64_t now_ns(void);
 

@@ -180,22 +180,41 @@ static void report_history(struct worker *w, struct file *f)
 	fflush(stdout);
 }
 
+/* Prints the operation and a text, before the only report of this run. */
+static void report(struct worker *w, const char *what, const char *format, va_list args)
+{
+	begin_report(w->shared);
+	printf("TORTURE %s seed=%" PRIu64 " op=%" PRIu64 " (%s) worker=%u: ", what, w->opt->seed,
+	       w->op, w->op_name, w->id);
+	vprintf(format, args);
+}
+
 void fail(struct worker *w, struct file *f, const char *format, ...)
 {
 	int error = errno;
 	va_list args;
 
-	begin_report(w->shared);
-	printf("TORTURE ERROR seed=%" PRIu64 " op=%" PRIu64 " (%s) worker=%u: ", w->opt->seed, w->op,
-	       w->op_name, w->id);
 	va_start(args, format);
-	vprintf(format, args);
+	report(w, "ERROR", format, args);
 	va_end(args);
 	printf(": %s\n", strerror(error));
 	if (f)
 		report_history(w, f);
 	fflush(stdout);
 	_exit(2);
+}
+
+void wrong_byte(struct worker *w, struct file *f, const char *format, ...)
+{
+	va_list args;
+
+	va_start(args, format);
+	report(w, "MISMATCH", format, args);
+	va_end(args);
+	printf("\n");
+	report_history(w, f);
+	fflush(stdout);
+	_exit(1);
 }
 
 /* Reads a page from the disk. Returns a text that says whether the disk is wrong as well. */

@@ -151,8 +151,9 @@ static bool op_mmap_read(struct worker *w, struct file *f)
 	verify(w, f, map + start, start, data - start, "mapped");
 	for (uint64_t i = data; i < end; i++) {
 		if (map[i])
-			fail(w, f, "byte %lu of a mapping, behind the end %zu of the file, is %#x",
-			     i, f->size, map[i]);
+			wrong_byte(w, f,
+				   "byte %lu of a mapping, behind the end %zu of the file, is %#x",
+				   i, f->size, map[i]);
 	}
 	if (!f->map)
 		munmap(map, end);

@@ -56,7 +56,7 @@ BROKEN = [
 ]
 
 # Safety checks without which random operations soon find a wrong byte.
-BROKEN_RANDOM = ["forget", "erase"]
+BROKEN_RANDOM = ["forget"]
 
 
 def boot(session: Session, kernel: Kernel, module: Path, parameters: str, cpus: int = 2) -> Guest:
