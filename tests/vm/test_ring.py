@@ -246,8 +246,10 @@ def test_dropped_flushes_are_counted_and_cause_no_old_page(
     before = stats(guest)
     assert before["index_pages"] - empty >= 2 * MANY_FILES * 9 // 10
     daemon.pause()
+    # The host has the other page of each file still, so no flush has neighbouring pages.
+    guest.sh("yes x | tr -d '\\n' | head -c 4096 >/tmp/x")
     guest.sh(
-        f"for i in $(seq {MANY_FILES}); do printf %08192d 0 | dd of={MANY}/$i bs=8k conv=notrunc"
+        f"for i in $(seq {MANY_FILES}); do dd if=/tmp/x of={MANY}/$i bs=4k conv=notrunc"
         " 2>/dev/null; done; sync",
         60,
     )
@@ -255,8 +257,8 @@ def test_dropped_flushes_are_counted_and_cause_no_old_page(
     daemon.resume()
     grown = growth(before, after)
     print(grown)
-    assert after["index_pages"] == empty
+    assert before["index_pages"] - after["index_pages"] >= MANY_FILES * 9 // 10
     least = MANY_FILES * 9 // 10 - FLUSHES_WAIT - FLUSHES_SENT
     assert least <= grown["flushes_dropped"] <= MANY_FILES - FLUSHES_WAIT
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
-    assert guest.sh(f"cat {MANY}/* | tr -d 0 | wc -c").strip() == "0"
+    assert int(guest.sh(f"cat {MANY}/* | tr -cd x | wc -c")) == MANY_FILES * 4096
