@@ -102,7 +102,7 @@ def wait_corrupted(guest: Guest, pages: int) -> None:
 def check_lost(guest: Guest, content: bytes, before: dict[str, int], pages: int) -> None:
     """Checks that `pages` pages were not put because of errors, and the others were.
 
-    What the host retains of such a page stays valid, because it equals the disk.
+    The retained entry of such a page stays valid, because it equals the disk.
     """
     after = settle(guest)
     grown = growth(before, after)
