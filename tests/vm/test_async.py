@@ -57,7 +57,7 @@ UNLOAD_SECONDS = 20.0
 
 
 def boot(session: Session, kernel: Kernel, module: Path, liar: Liar, parameters: str = "") -> Guest:
-    parameters = f"blocks=on verify_every=0 {parameters}"
+    parameters = f"verify_every=0 {parameters}"
     return driver_guest(
         session,
         kernel,
@@ -253,7 +253,7 @@ def test_silent_host_does_not_delay_unloading(
             assert reader.wait().check().text.split()[0] == digest
         liar.silent = frozenset()
         if how == "rmmod":
-            guest.insmod(MODULE, "blocks=on verify_every=0")
+            guest.insmod(MODULE, "verify_every=0")
         else:
             guest.sh(f"echo {name} >{DRIVER}/bind", 60)
         wait_state(guest, "on")
@@ -265,7 +265,7 @@ def test_suspend_ends_reads_in_flight(session: Session, kernel: Kernel, module: 
     with Liar(session.directory / "liar") as liar:
         vm = driver_vm(session, kernel, module, Tmem(liar.path), cpus=2)
         guest = vm.start()
-        load(guest, f"blocks=on verify_every=0 {PATIENT}")
+        load(guest, f"verify_every=0 {PATIENT}")
         sums = make(guest)
         liar.silent = frozenset({T_GET})
         before = stats(guest)
@@ -346,26 +346,23 @@ def test_host_that_stops_under_load_causes_no_wrong_byte(
         kernel,
         module,
         Tmem(daemon.socket("vm1")),
-        parameters="blocks=on verify_every=0",
+        parameters="verify_every=0",
         cpus=2,
     )
     torture = LastingTorture(guest, seed(), "--ops=1500 --files=16 --size-max=524288 --jobs=2")
     for _ in range(4):
         hits = stats(guest)["hits"]
         until(lambda hits=hits: stats(guest)["hits"] > hits, 120, "pages come from the host")  # type: ignore[misc]
-        late = stats(guest)["fetches_late"]
         daemon.pause()
-        until(
-            lambda late=late: stats(guest)["fetches_late"] > late,  # type: ignore[misc]
-            120,
-            "reads are late",
-        )
+        # Slow answers may have opened the breaker before. No read is late then.
+        wait_state(guest, "tripped", 120)
         daemon.resume()
         # Hits in the put ring do not show that the breaker has closed.
         wait_state(guest, "on")
     torture.finish(guest)
     wait_ended(guest)
     wait_state(guest, "on")
+    assert stats(guest)["fetches_late"] > 0
 
 
 def test_fio_with_depth_reads_right_bytes(session: Session, kernel: Kernel, module: Path) -> None:
@@ -374,7 +371,7 @@ def test_fio_with_depth_reads_right_bytes(session: Session, kernel: Kernel, modu
         session,
         kernel,
         module,
-        parameters=f"blocks=on verify_every=0 {PATIENT}",
+        parameters=f"verify_every=0 {PATIENT}",
         cpus=2,
         files={FIO: fio.program()},
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Each safety check of the driver's mode blocks=on is necessary.
+"""Each safety check of coherence by disk block is necessary.
 
 A sequence of steps reads right bytes, and wrong ones if the test removes one check with the
 parameter test_blocks_without. Where no wrong byte can be forced, a counter or a state shows the
@@ -49,7 +49,7 @@ OTHER = "/other"
 PAGE = 4096
 SECTOR = 512
 OLD, NEW = b"A" * PAGE, bytes(PAGE)
-PARAMETERS = f"verify_every=0 blocks=on {PATIENT}"
+PARAMETERS = f"verify_every=0 {PATIENT}"
 OTHER_BYTES = 64 * MIB
 # Time in ms for which a disk keeps a read, longer than the test takes.
 DELAY_MS = 600_000

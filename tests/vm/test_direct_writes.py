@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Tests direct writes that fail midway, and the marks of files that were written directly."""
+"""Tests direct writes that fail midway."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from driver import DM, WHERE, checksums, driver_guest, programs, set_parameter, settle, stats
-from test_files import check_cached
-from test_mounts import Mount, make
+from driver import DM, PATIENT, WHERE, driver_guest, programs, set_parameter, settle, stats
+from test_mounts import Mount
 
 from harness.disk import FILE_SYSTEMS
-from harness.guest import Guest, Job
+from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
-from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -28,16 +26,6 @@ WAYS = ("sync", "nowait", "aio", "io_uring")
 # Exit status of directfail if the kernel reported an error before it wrote anything.
 GAVE_UP = 3
 OLD, NEW = b"A" * PAGE, b"B" * PAGE
-# Number of files that a process has open for direct writes, like the tables of a database.
-TABLES = 10_000
-# Limit of the index in bytes. Marks of 2,048 neighbouring inode numbers take an XArray node of 584
-# bytes, and nodes of higher levels. All marks together may take a quarter of the index. So the
-# marks may use three nodes, and the test's files need more.
-MARKS_ROOM_BYTES = 4 * (3 * 584)
-MANY_MARKS = 6000
-# Longest time until the driver has freed marks that are no longer needed. The driver
-# repeats a sweep after 10 s if the first one freed too few marks.
-SWEPT_SECONDS = 60.0
 
 
 def boot(
@@ -46,13 +34,12 @@ def boot(
     module: Path,
     fs: str,
     *modules: str,
-    parameters: str = "verify_every=0",
 ) -> Guest:
     return driver_guest(
         session,
         kernel,
         module,
-        parameters=parameters,
+        parameters=f"verify_every=0 {PATIENT}",
         fs=FILE_SYSTEMS[fs],
         cpus=2,
         modules=[*(["xfs"] if fs == "xfs" else []), *modules],
@@ -72,11 +59,14 @@ def make_two_pages(guest: Guest, path: str) -> None:
 
 
 def check_new(guest: Guest, path: str) -> None:
-    """Checks that reads return the contents of the disk, and that the file is cached again."""
-    drop(guest)
-    for _ in range(2):
-        assert guest.get(path) == NEW + OLD, f"{path} does not read as the disk"
+    """Checks that reads return the contents of the disk."""
+    for _ in range(3):
         drop(guest)
+        assert guest.get(path) == NEW + OLD, f"{path} does not read as the disk"
+
+
+def check_cached_again(guest: Guest, path: str) -> None:
+    drop(guest)
     before = stats(guest)["hits"]
     assert guest.get(path) == NEW + OLD
     assert stats(guest)["hits"] - before == 2, f"{path} is not cached again after the write"
@@ -94,6 +84,16 @@ def test_page_of_a_direct_write_that_faults_is_not_put(
     check_faults(boot(session, kernel, module, fs))
 
 
+def test_erased_record_protects_a_page_of_a_direct_write(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Negative control of test_page_of_a_direct_write_that_faults_is_not_put."""
+    guest = boot(session, kernel, test_module, "ext4")
+    set_parameter(guest, "test_blocks_without", "erase")
+    with pytest.raises(AssertionError, match="does not read as the disk"):
+        check_faults(guest)
+
+
 def check_faults(guest: Guest) -> None:
     """Checks that reads return the contents of the disk after direct writes that fail midway."""
     written = 0
@@ -107,6 +107,7 @@ def check_faults(guest: Guest) -> None:
         assert done.status == 0, done.text
         written += 1
         check_new(guest, path)
+        check_cached_again(guest, path)
     assert written >= len(WAYS) - 1, (
         "more than one kind of direct write failed before it wrote a page"
     )
@@ -126,8 +127,10 @@ def test_page_of_a_direct_write_with_a_disk_error_is_not_put(
     sectors = int(guest.read(f"/sys/class/block/{guest.disk('data')}/size"))
     whole = f"0 {sectors} linear '{disk} 0'"
     node = guest.sh(f"{DM} data {whole}").strip()
-    guest.sh(f"mount -t {fs} {node} {WHERE}", 60)
     for way in ("sync", "aio"):
+        # The driver uses no disk of which a write has failed, until its next mount.
+        guest.sh(f"mount -t {fs} {node} {WHERE}", 60)
+        Mount(guest, WHERE).wait("on")
         path = f"{WHERE}/{way}"
         make_two_pages(guest, path)
         block = int(guest.sh(f"{SPECIAL} block {path} 1"))
@@ -143,70 +146,5 @@ def test_page_of_a_direct_write_with_a_disk_error_is_not_put(
         assert "Input/output error" in done.text
         guest.sh(f"{DM} data {whole}")
         check_new(guest, path)
-
-
-def many_open(guest: Guest, count: int) -> Job:
-    """Starts a process that has `count` files open that it wrote directly."""
-    guest.sh(f"mkdir -p {WHERE}/tables")
-    tables = guest.start(f"exec {SPECIAL} tables {WHERE}/tables {count}", 600)
-    until(lambda: b"ready" in tables.stdout() or tables.done(), 300, f"{count} files are written")
-    assert not tables.done(), tables.wait().text
-    return tables
-
-
-def wait_swept(mount: Mount) -> None:
-    until(lambda: mount.read("state") == "on", SWEPT_SECONDS, "the marks are swept")
-
-
-def test_files_open_for_direct_writes_leave_other_files_cached(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """Other files stay cached while a process has 10,000 files open for direct writes."""
-    guest = boot(session, kernel, module, "ext4")
-    mount = Mount(guest, WHERE)
-    sums = make(guest, WHERE)
-    check_cached(guest, sums)
-    tables = many_open(guest, TABLES)
-    assert mount.read("state") == "on"
-    check_cached(guest, sums)
-    tables.kill()
-    tables.wait()
-
-
-def test_marks_of_closed_files_are_freed_when_mark_memory_is_full(
-    session: Session, kernel: Kernel, test_module: Path
-) -> None:
-    """If there is no memory for further marks, the driver frees marks of closed files.
-
-    If all marks belong to open files, the driver puts nothing, and reads return right bytes.
-    """
-    guest = boot(session, kernel, test_module, "ext4")
-    mount = Mount(guest, WHERE)
-    room = MARKS_ROOM_BYTES + stats(guest)["index_bytes"]
-    sums = make(guest, WHERE)
-    victim = f"{WHERE}/victim"
-    guest.put(victim, OLD + OLD)
-    check_cached(guest, sums)
-    drop(guest)
-
-    set_parameter(guest, "test_index_bytes", str(room))
-    guest.sh(f"mkdir {WHERE}/closed && {SPECIAL} direct {WHERE}/closed {MANY_MARKS}", 300)
-    wait_swept(mount)
-
-    tables = many_open(guest, MANY_MARKS)
-    assert mount.read("state").startswith("blocked: ")
-    before = mount.count("puts")
-    assert checksums(guest, list(sums)) == sums
-    drop(guest)
-    assert mount.count("puts") == before
-    done = guest.run(f"{DIRECTFAIL} sync {victim}", 120)
-    assert done.status == 0, done.text
-    drop(guest)
-    assert guest.get(victim) == NEW + OLD
-
-    tables.kill()
-    tables.wait()
-    wait_swept(mount)
-    set_parameter(guest, "test_index_bytes", "0")
-    assert guest.get(victim) == NEW + OLD
-    check_cached(guest, sums)
+        assert Mount(guest, WHERE).read("state").startswith("blocked: the driver does not see")
+        guest.sh(f"umount {WHERE}", 60)

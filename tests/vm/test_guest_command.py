@@ -31,6 +31,7 @@ from harness.kernel import Kernel
 from harness.paths import ROOT, guest_program
 from harness.session import Session
 from harness.vm import MIB, Tmem
+from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -75,8 +76,9 @@ def start(session: Session, kernel: Kernel, module: Path) -> tuple[Guest, dict[s
     return guest, sums
 
 
-def held(guest: Guest, path: str) -> int:
-    return int(say(guest, f"policy {path}")["pool_pages"])
+def held(guest: Guest) -> int:
+    """Returns the number of pages that the pool of the mount has."""
+    return Mount(guest, WHERE).count("held_pages")
 
 
 @pytest.mark.smoke
@@ -115,37 +117,31 @@ def test_status_and_stats_report_the_state_of_the_driver(
     assert all(json.loads(line).keys() == names for line in lines)
 
 
-def test_never_policy_drops_pages_and_default_policy_allows_puts(
+def test_never_policy_empties_the_pool_and_default_policy_allows_puts(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     guest, sums = start(session, kernel, module)
     path, other = list(sums)[:2]
     evict(guest, [path, other])
-    assert held(guest, path) > PAGES * 9 // 10
-    assert held(guest, other) > PAGES * 9 // 10
+    assert held(guest) > 2 * PAGES * 9 // 10
 
-    # The policy erases the pages of this file from the index, but no pages of other files. From
-    # then on, evicted pages of the file are not put.
-    assert say(guest, f"policy {path} never") == {
-        "files": 1,
-        "never": 1,
-        "default": 0,
-        "cached_pages": 0,
-        "pool_pages": 0,
-        "errors": 0,
-    }
-    assert held(guest, other) > PAGES * 9 // 10
+    # The driver does not know which blocks belong to the file, so it drops all pages of the mount.
+    # From then on, evicted pages of the file are not put.
+    answer = say(guest, f"policy {path} never")
+    assert (answer["files"], answer["never"], answer["default"], answer["errors"]) == (1, 1, 0, 0)
+    assert held(guest) == 0
     before = stats(guest)
     after = evict(guest, [path])
-    assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
-    assert held(guest, path) == 0
+    assert after["puts_skipped_inode"] - before["puts_skipped_inode"] == PAGES
+    assert held(guest) == 0
+    evict(guest, [other])
+    assert held(guest) > PAGES * 9 // 10
 
     # The policy also survives the eviction of the inode, and a drop_caches that empties the pool.
     guest.sh("sync && echo 3 >/proc/sys/vm/drop_caches && echo 2 >/proc/sys/vm/drop_caches", 60)
     before = stats(guest)
     after = evict(guest, [path])
-    assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
-    assert held(guest, path) == 0
+    assert after["puts_skipped_inode"] - before["puts_skipped_inode"] == PAGES
     guest.sh("echo Y >/sys/module/virtio_tmem/parameters/drop_caches_flush")
     guest.sh("echo 3 >/proc/sys/vm/drop_caches", 60)
     guest.sh("echo N >/sys/module/virtio_tmem/parameters/drop_caches_flush")
@@ -154,12 +150,16 @@ def test_never_policy_drops_pages_and_default_policy_allows_puts(
     # With the default policy, the pages of the file are put again.
     assert say(guest, f"policy {path} default")["never"] == 0
     assert checksums(guest, [path]) == {path: sums[path]}
-    for _ in range(20):  # the host creates a new pool for the emptied one in the background
+
+    def put_again() -> bool:
+        # The host creates a new pool for the emptied one in the background.
         evict(guest, [path])
-        if held(guest, path) > PAGES * 9 // 10:
-            break
-    assert held(guest, path) > PAGES * 9 // 10
+        return held(guest) > PAGES * 9 // 10
+
+    until(put_again, 60, "pages of the file are put again")
+    before = stats(guest)
     assert checksums(guest, [path]) == {path: sums[path]}
+    assert stats(guest)["hits"] - before["hits"] > PAGES * 9 // 10
 
 
 def test_policy_ends_when_its_file_is_deleted_or_unmounted(
@@ -214,7 +214,7 @@ def test_policies_survive_the_replacement_of_the_pool(
         assert say(guest, f"policy {path}")["never"] == never, f"{path} has the wrong policy"
     before = stats(guest)
     after = evict(guest, [meanwhile])
-    assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
+    assert after["puts_skipped_inode"] - before["puts_skipped_inode"] == PAGES
 
 
 def test_requests_without_permission_and_invalid_requests_are_refused(
@@ -231,13 +231,13 @@ def test_requests_without_permission_and_invalid_requests_are_refused(
 
     assert guest.sh("su user -c 'id -u'").strip() == "1000"
     evict(guest, [other])
-    was = held(guest, other)
+    was = held(guest)
     assert was > PAGES * 9 // 10
     for arguments in (f"policy {other} never", f"policy {other}", f"drop {other}"):
         done = as_user(arguments)
         assert done.status == NOT_OWNER, done
         assert other in done.stderr.decode() and "owner" in done.stderr.decode()
-    assert held(guest, other) == was
+    assert held(guest) == was
     assert json.loads(as_user(f"--json policy {mine} never").check().text)["never"] == 1
     as_user(f"drop {mine}").check()
 
@@ -295,17 +295,26 @@ def three_trees(directory: Path, generator: random.Random) -> Path:
     return directory
 
 
-def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
-    """Reads and evicts all files of a tree, in groups that fit the put ring."""
+def read_tree(guest: Guest, name: str, *, drop: bool = False) -> None:
+    """Reads and evicts all files of a tree, in groups that fit the put ring.
+
+    With `drop`, tmem-guest drops the files, whose pages are then not put.
+    """
     for group in range(GROUPS):
-        guest.sh(f"cat {WHERE}/{name}/{group:02}/* >/dev/null", 60)
-        if evict_last or group < GROUPS - 1:
-            guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
-            settle(guest)
+        path = f"{WHERE}/{name}/{group:02}"
+        guest.sh(f"cat {path}/* >/dev/null", 60)
+        if drop:
+            answer = say(guest, f"drop {path}")
+            assert (answer["files"], answer["errors"]) == (GROUP_FILES, 0)
+            assert answer["cached_pages"] == TREE_PAGES // GROUPS
+            assert answer["kept_pages"] == 0
+            assert answer["bytes"] == 4096 * answer["cached_pages"]
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+        settle(guest)
 
 
 @pytest.mark.parametrize("drop", [True, False], ids=["dropped", "control"])
-def test_dropped_directory_tree_frees_pool_memory_for_other_files(
+def test_dropped_directory_tree_takes_no_pool_memory_of_other_files(
     session: Session, kernel: Kernel, module: Path, drop: bool
 ) -> None:
     """If the second of three trees is dropped, the pool has memory for the first and the third.
@@ -327,19 +336,7 @@ def test_dropped_directory_tree_frees_pool_memory_for_other_files(
     guest = vm.start()
     load(guest, "verify_every=0")
     read_tree(guest, "a")
-    read_tree(guest, "b", evict_last=False)
-    if drop:
-        answer = say(guest, f"drop {WHERE}/b")
-        print(answer)
-        assert (answer["files"], answer["errors"]) == (GROUPS * GROUP_FILES, 0)
-        # The last group of files was still in the page cache, the other groups were in the pool.
-        assert answer["cached_pages"] == TREE_PAGES // GROUPS
-        assert answer["pool_pages"] >= TREE_PAGES * (GROUPS - 1) // GROUPS * 9 // 10
-        assert answer["kept_pages"] == 0
-        assert answer["bytes"] == 4096 * (answer["cached_pages"] + answer["pool_pages"])
-    else:
-        guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
-        settle(guest)
+    read_tree(guest, "b", drop=drop)
     read_tree(guest, "c")
 
     before, sectors = stats(guest), guest.disk_stat("data").read_sectors
