@@ -9,9 +9,9 @@ reach the content check.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from driver import (
     is_on,
     limit_index,
     load,
-    programs,
     set_parameter,
     settle,
     start_daemon,
@@ -40,6 +39,7 @@ from driver import (
 from liar import LIES_OF_GETS, LIES_OF_POOLS, LIES_OF_PUTS, Liar
 from shared_fixtures import Tree
 from test_driver import FILE_BYTES, tree_disk
+from test_mounts import Mount
 
 from harness import disk
 from harness.daemon import Daemon
@@ -57,6 +57,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
 PAGES = FILE_BYTES // 4096  # number of pages of a file
+# A file of this size has more pages than the index of a guest with 160 MiB of RAM has room for.
+LARGE_FILE_MIB = 2560
 
 
 def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:
@@ -282,46 +284,6 @@ def test_index_limit_holds_while_all_processors_change_the_index(
     assert stats(guest)["index_pages"] == 0
 
 
-def test_small_files_leave_room_in_the_index_for_others(
-    session: Session, kernel: Kernel, test_module: Path
-) -> None:
-    """A nearly full index takes no small files, so no entry of other files is erased.
-
-    It slowly replaces the small files that it has, so that other ones are cached after some time.
-    """
-    guest = driver_guest(session, kernel, test_module, parameters="verify_every=0 admission=off")
-    # The small files of /mnt/1 to /mnt/16 need more than the limit of the index in bytes.
-    directories, files, pages, limit = 16, 300, 128, 192 << 10
-    guest.sh(
-        f"cd /mnt && for d in $(seq {directories}) others; do"
-        f" mkdir $d && for i in $(seq {files}); do echo $i >$d/$i; done; done;"
-        f" dd if=/dev/urandom of=large bs=4096 count={pages} 2>/dev/null; sync",
-        300,
-    )
-    limit_index(guest, limit)
-
-    def read_and_drop(directory: str) -> Counter[str]:
-        before = stats(guest)
-        guest.sh(f"cat /mnt/{directory}/* >/dev/null; echo 1 >/proc/sys/vm/drop_caches", 60)
-        return growth(before, settle(guest))
-
-    before = settle(guest)
-    for number in range(directories):
-        read_and_drop(str(number + 1))
-    full = settle(guest)
-    assert growth(before, full)["index_pages"] > directories * files // 2
-    assert read_and_drop("others")["puts_skipped_small"] > files // 2
-    assert growth(full, evict(guest, ["/mnt/large"]))["puts_stored"] == pages
-    until(
-        lambda: read_and_drop("others")["hits"] > files // 2,
-        240,
-        "files that were not put at first are in the pool",
-    )
-    grown = growth(before, stats(guest))
-    assert grown["index_evicted"] > files // 4
-    assert grown["puts_dropped_index_full"] == 0
-
-
 def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     """Checks that the index stays within its memory limit by dropping its oldest entries."""
     reload(guest, "admission=off")
@@ -349,22 +311,6 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     )
     assert checksums(guest, list(sums)) == sums
 
-    # Marks of directly written files use memory of the index, too, and have priority: a full index
-    # drops entries to make room for marks. Marks of 2,048 neighbouring inodes share memory.
-    guest.sh("mkdir /mnt/d && for i in $(seq 3000); do : >/mnt/d/$i; done", 60)
-    set_parameter(guest, "inject_nomem", "1")
-    drop_pages(guest)
-    set_parameter(guest, "inject_nomem", "0")
-    before = evict(guest, list(sums)[:6])
-    bound = before["memory_bytes"]
-    assert empty < bound < empty + limit
-    set_parameter(guest, "test_index_bytes", str(table + bound - empty))
-    write = "dd if=/dev/zero bs=4096 count=1 oflag=direct 2>/dev/null"
-    guest.sh(f"for i in $(seq 1 64 3000); do {write} of=/mnt/d/$i; done", 60)
-    until(lambda: stats(guest)["memory_bytes"] <= bound, 10, "the index makes room for marks")
-    assert stats(guest)["index_pages"] < before["index_pages"]
-    assert checksums(guest, last) == {last[0]: sums[last[0]]}
-    assert evict(guest, last)["memory_bytes"] <= bound
     guest.sh("umount /mnt", 60)
     until(lambda: stats(guest)["memory_bytes"] == empty, 10, "the index has released all memory")
     guest.mount("data", "/mnt")
@@ -404,7 +350,7 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
     set_parameter(guest, "inject_corrupt", "0")
     counters = stats(guest)
     assert counters["misses_check"] == counters["mismatches"] > 0
-    assert state(guest).startswith("poisoned: content check, inode ")
+    assert state(guest).startswith("poisoned: content check")
     drop_pages(guest)
     assert checksums(guest, list(files)) == files
     after = stats(guest)
@@ -412,9 +358,40 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
     # The cache stays off after the device is unbound from the driver and bound again.
     ((name,), _) = devices(guest)
     guest.sh(f"echo {name} >{DRIVER}/unbind && echo {name} >{DRIVER}/bind", 60)
-    assert state(guest).startswith("poisoned: content check, inode ")
+    assert state(guest).startswith("poisoned: content check")
     reload(guest)
     check_works(guest, files)
+
+
+# Configuration of mke2fs for a file whose blocks are allocated as written ones, without writing
+# them.
+LARGE_FILE_CONFIG = f"""
+[fs_types]
+ext4 = {{
+    features = has_journal,extent,huge_file,flex_bg,metadata_csum,64bit,dir_nlink,extra_isize
+    inode_size = 256
+    make_hugefiles = true
+    num_hugefiles = 1
+    hugefiles_name = file
+    hugefiles_digits = 0
+    hugefiles_size = {LARGE_FILE_MIB}M
+    hugefiles_slack = 64M
+    zero_hugefiles = false
+}}
+"""
+
+
+def large_disk(session: Session) -> Disk:
+    """Creates a disk with a file of LARGE_FILE_MIB, whose image takes little disk space."""
+    config = session.directory / "mke2fs.conf"
+    config.write_text(LARGE_FILE_CONFIG)
+    image = disk.blank(session.directory / "large.img", (LARGE_FILE_MIB + 256) * MIB)
+    subprocess.run(
+        ["mkfs.ext4", "-q", "-F", "-b", "4096", "-E", "root_owner=0:0", str(image)],
+        env={**os.environ, "MKE2FS_CONFIG": str(config)},
+        check=True,
+    )
+    return Disk("large", image)
 
 
 @pytest.mark.parametrize(
@@ -431,6 +408,7 @@ def test_driver_memory_is_bounded(
     """
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
+    large = [] if memory > 256 * MIB else [large_disk(session)]
     vm = driver_vm(
         session,
         kernel,
@@ -440,7 +418,7 @@ def test_driver_memory_is_bounded(
             num_queues=1 if memory < 256 * MIB else 16,
             properties={"retain": retain},
         ),
-        disks=[data],
+        disks=[data, *large],
         memory_bytes=memory,
     )
     guest = vm.start()
@@ -457,10 +435,9 @@ def test_driver_memory_is_bounded(
     # The files do not fit into the put rings of the large guest, so pages come from the host.
     check_works(guest, sums)
     if memory < 256 * MIB:
-        # The file has more pages than the driver's index has room for. It consists of a hole, so it
-        # takes no disk space.
-        guest.sh("truncate -s 4G /mnt/holes")
-        job = guest.start("while cat /mnt/holes >/dev/null; do :; done", 120)
+        # The file has more pages than the driver's index has room for.
+        guest.mount("large", "/large")
+        job = guest.start("while cat /large/file >/dev/null; do :; done", 300)
         most = 0
 
         def full() -> bool:
@@ -470,7 +447,7 @@ def test_driver_memory_is_bounded(
             most = max(most, counters["memory_bytes"])
             return counters["index_evicted"] > 0
 
-        until(full, 100, "the index is full")
+        until(full, 240, "the index is full")
         job.kill()
         job.wait()
         assert most > basic or retain == "off"
@@ -498,11 +475,12 @@ def test_held_page_costs_the_documented_index_bytes(
     guest = driver_guest(session, kernel, module)
     before = stats(guest)
     slab_before = slab_bytes(guest, "tmem_leaf_64")
-    # The file consists of a hole. It is read in steps that fit into the put ring, so that each page
-    # is put and each leaf of the index is full.
+    # The file is read in steps that fit into the put ring, so that each page is put and each leaf
+    # of the index is full.
     mib = 128
-    guest.sh(f"truncate -s {mib}M /mnt/holes")
-    read = "dd if=/mnt/holes of=/dev/null bs=1M count=1 skip=$i 2>/dev/null"
+    guest.sh(f"dd if=/dev/zero of=/mnt/large bs=1M count={mib} 2>/dev/null; sync", 120)
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    read = "dd if=/mnt/large of=/dev/null bs=1M count=1 skip=$i 2>/dev/null"
     drop = "echo 1 >/proc/sys/vm/drop_caches"
     answered = "$(($(cat puts_stored) + $(cat puts_refused) + $(cat puts_unanswered)))"
     settled = f"until [ $(cat puts) -eq {answered} ]; do :; done"
@@ -518,86 +496,32 @@ def test_held_page_costs_the_documented_index_bytes(
     assert 8 < allocated <= stated
 
 
-# Bytes of the index for a file, by the number of its pages, and the number of slab objects in them:
-# an object, and from 17 pages on a leaf.
-FILE_INDEX_BYTES = {2: (56, 1), 6: (104, 1), 16: (168, 1), 17: (72 + 264, 2), 64: (72 + 536, 2)}
-LINK_BYTES = 8  # memory of the slab allocator for each object, before Linux 6.12
-FILES_OF_A_SIZE = 4
-
-
-def test_file_costs_the_documented_index_bytes(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """The index needs exactly the documented bytes for a file.
-
-    The bytes are counted by the driver, and the slab cache of small objects agrees.
-    """
-    guest = driver_guest(session, kernel, module)
-    readme = (ROOT / "guest-driver/README.md").read_text()
-    # An index without entries has only the memory of its hash table. The file that the fixture
-    # removed has no entries.
-    empty = settle(guest)
-    assert empty["index_pages"] == 0
-    link = 0 if kernel.version >= (6, 12) else LINK_BYTES
-    for pages, (newer, parts) in FILE_INDEX_BYTES.items():
-        label = f"{pages} pages"
-        stated, older = newer + link * parts, newer + LINK_BYTES * parts
-        assert re.search(rf"^\| {label} \| {newer} \| {older} \|", readme, re.MULTILINE), (
-            f"the README does not state {newer} and {older} index bytes for a file of {label}"
-        )
-        names = [f"/mnt/{pages}-{number}" for number in range(FILES_OF_A_SIZE)]
-        # The last page has one byte.
-        contents = [os.urandom((pages - 1) * 4096 + 1) for _ in names]
-        for name, content in zip(names, contents, strict=True):
-            guest.put(name, content)
-
-        def all_held(names: list[str] = names, pages: int = pages) -> bool:
-            return evict(guest, names)["index_pages"] == pages * len(names)
-
-        until(all_held, 60, f"all files of {label} are held")
-        assert stats(guest)["index_bytes"] - empty["index_bytes"] == stated * len(names), (
-            f"files of {label} do not use {stated} index bytes each"
-        )
-        sums = {n: hashlib.sha256(c).hexdigest() for n, c in zip(names, contents, strict=True)}
-        assert checksums(guest, names) == sums
-        guest.sh(f"rm {' '.join(names)}")
-        assert stats(guest)["index_pages"] == 0
-        until(lambda: stats(guest)["index_bytes"] == empty["index_bytes"], 10, "the memory is free")
-    assert guest.read("/sys/kernel/slab/tmem_object_2/slab_size") == str(
-        FILE_INDEX_BYTES[2][0] + link
-    )
-
-
 def slab_use(guest: Guest, prefix: str) -> int:
     """Returns the bytes of the used objects in the slab caches whose names begin with `prefix`."""
     lines = guest.sh(f"grep ^{prefix} /proc/slabinfo").splitlines()
     return sum(int(line.split()[1]) * int(line.split()[3]) for line in lines)
 
 
-# Number of files with a hole of the largest size. Each takes nine XArray nodes of the index.
-SPARSE_FILES = 800
+# Size of a file whose pages are used one by one, and their distance: each is in another leaf.
+SPARSE_MIB, SPARSE_KIB = 400, 256
 # Share of the slabs' growth that may differ from the bytes that the driver counts: objects that the
 # slab allocator keeps for each processor, and nodes of the page cache.
-SLAB_DIFFERENCE = 0.05
+SLAB_DIFFERENCE = 0.1
 
 
-def test_index_counts_all_xarray_nodes_of_sparse_files(
+def test_index_counts_the_memory_of_scattered_pages(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The counted memory of the index equals that of the slabs, so its limit holds.
 
-    The first and the last page of a large file are in different subtrees of an XArray, which has a
-    node for each level.
+    A page that is far from others has a leaf of its own, and a part of an XArray node.
     """
-    guest = driver_guest(
-        session,
-        kernel,
-        test_module,
-        parameters="verify_every=0 admission=off",
-        memory_bytes=1024 * MIB,
-        files=programs("/bin/special"),
-    )
-    table = stats(guest)["index_bytes"]
+    guest = driver_guest(session, kernel, test_module, parameters="verify_every=0 admission=off")
+    path, pages = "/mnt/scattered", SPARSE_MIB * 1024 // SPARSE_KIB
+    guest.sh(f"fallocate -l {SPARSE_MIB}M {path} && sync")
+    mount = Mount(guest, "/mnt")
+    table = limit_index(guest, 1 * MIB)
+    mount.wait("on")
 
     def used() -> int:
         # Dropping inodes frees the nodes of their page cache, which come from the same slab cache.
@@ -605,21 +529,25 @@ def test_index_counts_all_xarray_nodes_of_sparse_files(
         settle(guest)
         return slab_use(guest, "tmem_") + slab_use(guest, "radix_tree_node")
 
-    def make(directory: str) -> tuple[int, int]:
-        """Returns the growth of the slabs and of the counted memory for a directory of files."""
-        guest.sh(f"mkdir {directory}")
+    def fill() -> tuple[int, int]:
+        """Returns the growth of the slabs and of the counted memory for the pages of the file."""
         slabs, counted = used(), stats(guest)["index_bytes"]
-        guest.sh(f"/bin/special sparse {directory} {SPARSE_FILES}", 300)
+        guest.sh(
+            f"i=0; while [ $i -lt {pages} ]; do dd if=/dev/zero of={path} bs=4k count=1"
+            f" seek=$((i * {SPARSE_KIB // 4})) conv=notrunc 2>/dev/null; i=$((i + 1)); done",
+            300,
+        )
         return used() - slabs, stats(guest)["index_bytes"] - counted
 
-    slabs, counted = make("/mnt/all")
+    slabs, counted = fill()
     print(f"slabs grew by {slabs} bytes, the counted memory by {counted}")
-    assert counted > SPARSE_FILES * 9 * 576
+    assert counted > pages * 64
     assert abs(slabs - counted) < SLAB_DIFFERENCE * slabs
 
     limit = counted // 2
     assert limit_index(guest, limit) == table
-    slabs, counted = make("/mnt/some")
+    mount.wait("on")
+    slabs, counted = fill()
     print(f"with a limit of {limit}: slabs grew by {slabs} bytes, the counted memory by {counted}")
     assert limit // 2 < counted <= limit
     assert slabs < limit * (1 + 2 * SLAB_DIFFERENCE)
