@@ -18,11 +18,6 @@
  * - special fill DIR: allocates all free blocks of the file system
  * - special zero FILE OFFSET BYTES: zeroes a range by fallocate(), and prints "failed: " and the
  *   error if that fails
- * - special direct DIR COUNT: makes COUNT files with one direct write each
- * - special sparse DIR COUNT: makes COUNT files of the largest size, which consist of a hole, and
- *   reads their first and their last page
- * - special tables DIR COUNT: makes these files as "direct" does, prints "ready", and keeps them
- * open
  * - special shutdown DIR: shuts the ext4 or xfs at DIR down by force, without writing its log
  * - special swap-out BYTES: writes to memory of this size and makes the kernel swap it out
  * - special drain: empties the kernel's per-CPU lists of pages and buffers, so that no page has a
@@ -45,7 +40,6 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <linux/fs.h>
 #include <linux/fiemap.h>
 #include <linux/fscrypt.h>
@@ -60,7 +54,6 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/quota.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -73,7 +66,6 @@
 /* From include/uapi/linux/ext4.h of Linux 6.18. */
 #define IOC_SET_TUNE_SB_PARAM	_IOW('f', 46, struct tune_sb_params)
 #define TUNE_EDIT_FEATURES	0x4000
-#define FILES_BESIDE	16UL	/* descriptors in addition to those of COUNT files, such as stdin */
 #define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
 /* Number and size in bytes of the extents of a file of scatter(); an ext4 inode has 4 extents. */
 #define SCATTERED	4
@@ -354,60 +346,6 @@ static int punch(const char *path, off_t offset, off_t bytes)
 	return 0;
 }
 
-static int direct(const char *dir, unsigned long count, bool keep)
-{
-	struct rlimit files = { count + FILES_BESIDE, count + FILES_BESIDE };
-	uint8_t *page = aligned_alloc(PAGE, PAGE);
-	char path[256];
-
-	if (!page)
-		return fail("memory");
-	if (keep && setrlimit(RLIMIT_NOFILE, &files))
-		return fail("RLIMIT_NOFILE");
-	memset(page, 1, PAGE);
-	for (unsigned long i = 0; i < count; i++) {
-		int fd;
-
-		snprintf(path, sizeof(path), "%s/direct%lu", dir, i);
-		fd = open(path, O_CREAT | O_WRONLY | O_DIRECT, 0600);
-		if (fd < 0 || write(fd, page, PAGE) != (ssize_t)PAGE || (!keep && close(fd)))
-			return fail(path);
-	}
-	if (keep) {
-		puts("ready");
-		fflush(stdout);
-		pause();
-	}
-	return 0;
-}
-
-static int sparse(const char *dir, unsigned long count)
-{
-	off_t size = LLONG_MAX / 2 + 1;
-	char path[256], page[PAGE];
-	unsigned long i;
-	int fd;
-
-	for (i = 0; i < count; i++) {
-		snprintf(path, sizeof(path), "%s/sparse%lu", dir, i);
-		fd = open(path, O_RDWR | O_CREAT, 0600);
-		if (fd < 0)
-			return fail(path);
-		/* The largest size of ext4 is a power of two of bytes, less a block. */
-		while (ftruncate(fd, size - PAGE)) {
-			if (errno != EFBIG || size <= (off_t)PAGE)
-				return fail("ftruncate");
-			size /= 2;
-		}
-		if (posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM) ||
-		    pread(fd, page, PAGE, 0) != (ssize_t)PAGE ||
-		    pread(fd, page, PAGE, size - 2 * PAGE) != (ssize_t)PAGE)
-			return fail(path);
-		close(fd);
-	}
-	return 0;
-}
-
 static int shut_down(const char *dir)
 {
 	uint32_t flags = GOING_FLAGS_NOLOGFLUSH;
@@ -654,12 +592,6 @@ int main(int argc, char **argv)
 		return fill(argv[2]);
 	if (argc == 5 && !strcmp(argv[1], "zero"))
 		return zero(argv[2], strtol(argv[3], NULL, 0), strtol(argv[4], NULL, 0));
-	if (argc == 4 && !strcmp(argv[1], "direct"))
-		return direct(argv[2], strtoul(argv[3], NULL, 0), false);
-	if (argc == 4 && !strcmp(argv[1], "sparse"))
-		return sparse(argv[2], strtoul(argv[3], NULL, 0));
-	if (argc == 4 && !strcmp(argv[1], "tables"))
-		return direct(argv[2], strtoul(argv[3], NULL, 0), true);
 	if (argc == 3 && !strcmp(argv[1], "shutdown"))
 		return shut_down(argv[2]);
 	if (argc == 4 && !strcmp(argv[1], "feature"))
