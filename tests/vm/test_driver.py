@@ -231,7 +231,7 @@ def test_vm_loaded_from_a_snapshot_reads_the_disk_of_the_snapshot(
         memory_bytes=192 * MIB,
     )
     guest = vm.start()
-    guest.sh("mke2fs -q /dev/vda", 60)
+    guest.sh("mke2fs -q -b 4096 /dev/vda", 60)
     load(guest, "verify_every=0")
     old = b"".join(b"old %27d\n" % i for i in range(FILE_BYTES // 32))
     guest.put("/mnt/f", old)

@@ -251,7 +251,7 @@ def test_loop_device_on_a_cached_file_reads_no_old_byte(
     if direct:
         guest.sh(f"{SPECIAL} loop-direct /dev/loop0")
     # The inner file system is ext4 without a journal, which the guest's busybox can create.
-    guest.sh("mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 120)
+    guest.sh("mke2fs -q -b 4096 /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 120)
     before = stats(guest)
     arguments = "--ops=8000 --jobs=2 --files=16 --size-max=262144 --rounds=2"
     done = guest.run(
@@ -544,7 +544,7 @@ def test_pages_with_failed_writeback_are_not_put(
     # blocks of the disk fail.
     guest.sh("mkdir /narrow /inner && mount -t tmpfs -o size=32m none /narrow")
     guest.sh("truncate -s 64M /narrow/image && losetup /dev/loop0 /narrow/image")
-    guest.sh("mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 60)
+    guest.sh("mke2fs -q -b 4096 /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 60)
     path = "/inner/f"
     sums = make(guest, path)
     wait_mounts(guest)

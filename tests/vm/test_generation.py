@@ -254,8 +254,8 @@ def test_wrong_answers_to_generation_requests_cause_no_harm(
         assert state(guest) == "tripped"
         waiting = liar.waiting_control()
         assert waiting[T_GENERATION] >= 3
-        # A report may be sent before the driver notices that the device is silent.
-        assert waiting.total() - waiting[T_GENERATION] <= 2, waiting
+        # Reports are sent once a second until two GENERATION requests are late.
+        assert waiting.total() - waiting[T_GENERATION] <= 3, waiting
         # All requests wait for answers now. The removal of the driver does not.
         reload(guest, until_state="o")
         liar.silent = frozenset()
