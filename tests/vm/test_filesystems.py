@@ -10,6 +10,7 @@ import hashlib
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driver import (
@@ -17,6 +18,7 @@ from driver import (
     TORTURE,
     WHERE,
     Torture,
+    driver_guest,
     driver_vm,
     load,
     seed,
@@ -63,19 +65,15 @@ def boot(
     parameters: str = "verify_every=0",
 ) -> Guest:
     fs = disk.FILE_SYSTEMS[name]
+    more: dict[str, Any] = {"cpus": 2, "memory_bytes": 320 << 20}
+    if name != UNALIGNED:
+        return driver_guest(session, kernel, module, parameters=parameters, fs=fs, **more)
     image = fs.make(session.directory / "data.img", DISK_BYTES)
-    vm = driver_vm(
-        session,
-        kernel,
-        module,
-        Tmem(start_daemon(session).socket("vm1")),
-        disks=[disk.Disk("data", image)],
-        modules=["xfs"] if fs.kind == "xfs" else [],
-        cpus=2,
-        memory_bytes=320 << 20,
-    )
+    tmem = Tmem(start_daemon(session).socket("vm1"))
+    vm = driver_vm(session, kernel, module, tmem, disks=[disk.Disk("data", image)], **more)
     guest = vm.start()
-    load(guest, parameters, fs=fs, online=name != UNALIGNED)
+    # Do not wait for puts.
+    load(guest, parameters, fs=fs, online=False)
     wait_state(guest, "on")
     return guest
 
