@@ -61,8 +61,7 @@ def test_operations_of_the_index_reschedule_after_bounded_work(
 ) -> None:
     """Operations on many entries of the index keep the processor for short sections only.
 
-    The operations are truncation, deletion of an inode, direct writes to inodes of a full bucket,
-    and unmount.
+    The operations erase a range of an object, an object, objects of a full bucket, and a pool.
     """
     guest = driver_guest(
         session,
@@ -218,7 +217,8 @@ def test_unmount_frees_the_entries_in_the_background(
     guest = driver_guest(session, kernel, test_module)
     mount = Mount(guest, WHERE)
     assert guest.sh(f"stat -c %a {mount.path}/held_pages").strip() == "400"
-    table = stats(guest)["index_bytes"]
+    table = limit_index(guest, 1 * MIB)
+    mount.wait("on")
     # Read the file again: the driver puts only a part of the large folios that a write makes.
     guest.sh("dd if=/dev/urandom of=/mnt/f bs=1M count=4 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")

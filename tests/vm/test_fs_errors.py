@@ -211,11 +211,11 @@ def test_page_with_a_failed_extent_conversion_is_not_read_from_the_pool(
     check_cached(below.guest, make(below.guest, WHERE))
 
 
-def abort_journal(session: Session, below: Below) -> bool:
-    """Aborts the journal between a write and its conversion, so that the file keeps old extents.
-
-    Returns whether reads then return what the disk has.
-    """
+def test_file_with_an_aborted_conversion_reads_as_the_disk(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """If the journal is aborted between a write and its conversion, a file keeps old extents."""
+    below = Below.boot(session, kernel, module)
     guest = below.guest
     session.expect_trouble()
     guest.sh(f"mount -o remount,errors=remount-ro {WHERE}", 60)
@@ -236,12 +236,9 @@ def abort_journal(session: Session, below: Below) -> bool:
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
     done = guest.run(f"{SPECIAL} same {PATH}")
-    assert done.status in (0, 1), done.text
-    return done.status == 0
-
-
-def test_aborted_journal(session: Session, kernel: Kernel, module: Path) -> None:
-    assert abort_journal(session, Below.boot(session, kernel, module))
+    if b"Input/output error" in done.stderr:
+        pytest.skip(f"Linux {kernel.series} refuses all reads after the abort")
+    assert done.status == 0, "cached and direct reads differ"
 
 
 # Size of the range that a test zeroes. Up to 32 KiB (s_extent_max_zeroout_kb), Linux 7.2 and 7.3
