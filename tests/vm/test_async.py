@@ -119,6 +119,7 @@ def test_pages_come_after_their_reader_stopped_polling(
         liar.delay_seconds = 0.0
         evict_again(guest, list(sums))
         set_parameter(guest, "deadline_ms", "50")
+        wait_state(guest, "on")
         liar.silent = frozenset({T_GET})
         before = stats(guest)
         assert checksums(guest, list(sums)) == sums
@@ -207,6 +208,7 @@ def test_fetches_wait_for_bounce_pages(session: Session, kernel: Kernel, module:
         liar.delay_seconds = 0.0
         evict_again(guest, list(sums))
         set_parameter(guest, "deadline_ms", "100")
+        wait_state(guest, "on")
         liar.silent = frozenset({T_GET})
         grown = read_all()
         assert grown["fetches_waited"] > 0 and grown["hits"] == grown["ring_hits"]
@@ -243,6 +245,7 @@ def test_silent_host_does_not_delay_unloading(
     with Liar(session.directory / "liar") as liar:
         guest = boot(session, kernel, module, liar, PATIENT)
         sums = make(guest)
+        wait_state(guest, "on")
         liar.silent = frozenset({T_GET})
         readers = [guest.start(f"sha256sum {path}", 60) for path in sums]
         until(lambda: liar.waiting() > 0, 30, "the device has requests")
@@ -267,6 +270,7 @@ def test_suspend_ends_reads_in_flight(session: Session, kernel: Kernel, module: 
         guest = vm.start()
         load(guest, f"verify_every=0 {PATIENT}")
         sums = make(guest)
+        wait_state(guest, "on")
         liar.silent = frozenset({T_GET})
         before = stats(guest)
         for path in sums:

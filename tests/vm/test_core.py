@@ -163,6 +163,7 @@ def test_second_device_is_refused_until_the_first_is_removed(
 def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
     """Stops the daemon, so that readers reach the deadline and the breaker opens."""
     before = stats(guest)
+    wait_state(guest, "on")
     daemon.pause()
     assert checksums(guest, list(sums)) == sums
     after = stats(guest)

@@ -119,6 +119,7 @@ def test_silent_host_delays_a_read_until_its_deadline(
     # The read ends at the interrupt of the driver's timer. The guest must have no other work that
     # causes an interrupt.
     guest.sh("echo 0 >/proc/sys/vm/compaction_proactiveness")
+    wait_state(guest, "on")
     daemon.pause()
     set_parameter(guest, "deadline_ms", str(deadline_ms))
     waits = []
@@ -301,6 +302,7 @@ def test_probe_that_is_answered_late_leaves_the_breaker_open(
         # read them without the host.
         hold(guest, FILLER, 4)
         # The device answers control requests. The driver sends no probe to a silent device.
+        wait_state(guest, "on")
         liar.silent = frozenset({T_GET})
         # Three late gets of single pages open the breaker. They leave enough bounce pages for
         # probes.

@@ -300,6 +300,7 @@ def test_hung_daemon_opens_the_breaker(tree: Tree) -> None:
     files = list(sums)
     evict(guest, files)
 
+    wait_state(guest, "on")
     daemon.pause()
     sectors = read_sectors(guest)
     assert checksums(guest, files[:12]) == {path: sums[path] for path in files[:12]}
