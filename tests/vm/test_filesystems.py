@@ -121,7 +121,8 @@ def test_random_operations_find_no_wrong_byte(
     guest = boot(session, kernel, module, name)
     random_operations(guest, name, 20_000)
     Torture(guest, f"--seed={seed()} --mode=versions --ops=5000 --mixed").finish()
-    for scenario in SCENARIOS:
+    exchange = ["exchange"] if disk.FILE_SYSTEMS[name].exchange else []
+    for scenario in (*SCENARIOS, *exchange):
         numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
         assert name == UNALIGNED or numbers["puts"] > 0, (
             f"scenario {scenario} put no page, so it did not test the cache"
