@@ -57,6 +57,9 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
 PAGES = FILE_BYTES // 4096  # number of pages of a file
+# Pages of the file by which wait_served() finds that a mount is served. The pool has them until
+# their blocks are written.
+SERVED_PAGES = 16
 # A file of this size has more pages than the index of a guest with 160 MiB of RAM has room for.
 LARGE_FILE_MIB = 2560
 
@@ -220,7 +223,7 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
         dropped = f"puts_dropped_{fault}"
         assert after[dropped] - before[dropped] >= PAGES * len(files)
         assert after["puts"] == before["puts"]
-        assert after["index_pages"] == 0
+        assert after["index_pages"] <= SERVED_PAGES
         set_parameter(guest, f"inject_{fault}", "0")
         daemon.resume()
         wait_state(guest, "on")
@@ -245,7 +248,7 @@ def test_index_limit_holds_while_all_processors_change_the_index(
     Afterwards, all memory has been returned to the limit, on whichever processor it was taken.
     """
     # The limit in bytes is less than half of the memory that the entries of all files need.
-    processors, files, limit = 4, 400, 40 << 10
+    processors, files, limit = 4, 400, 14 << 10
     guest = driver_guest(
         session,
         kernel,
@@ -255,8 +258,6 @@ def test_index_limit_holds_while_all_processors_change_the_index(
     )
     directories = [f"/mnt/{number}" for number in range(processors)]
     for directory in directories:
-        # Small files need the most memory of the index for each page. The driver does not put files
-        # of one page while the index is nearly full.
         guest.sh(
             f"mkdir {directory} && cd {directory} && for i in $(seq {files}); do"
             " dd if=/dev/zero of=$i bs=8192 count=1 2>/dev/null; done; sync",
@@ -366,7 +367,7 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
 
 # Configuration of mke2fs for a file whose blocks are allocated as written ones, without writing
 # them.
-LARGE_FILE_CONFIG = f"""
+LARGE_FILE_CONFIG = """
 [fs_types]
 ext4 = {{
     features = has_journal,extent,huge_file,flex_bg,metadata_csum,64bit,dir_nlink,extra_isize
@@ -375,20 +376,22 @@ ext4 = {{
     num_hugefiles = 1
     hugefiles_name = file
     hugefiles_digits = 0
-    hugefiles_size = {LARGE_FILE_MIB}M
+    hugefiles_size = {mib}M
     hugefiles_slack = 64M
     zero_hugefiles = false
 }}
 """
 
 
-def large_disk(session: Session) -> Disk:
-    """Creates a disk with a file of LARGE_FILE_MIB, whose image takes little disk space."""
+def large_disk(session: Session, mib: int) -> Disk:
+    """Creates a disk with a file of `mib` MiB, whose image takes little disk space."""
     config = session.directory / "mke2fs.conf"
-    config.write_text(LARGE_FILE_CONFIG)
-    image = disk.blank(session.directory / "large.img", (LARGE_FILE_MIB + 256) * MIB)
+    config.write_text(LARGE_FILE_CONFIG.format(mib=mib))
+    image = disk.blank(session.directory / "large.img", (mib + mib // 16 + 256) * MIB)
+    # With few inodes, the guest writes little when it initializes their tables.
+    options = ["-b", "4096", "-N", "16384", "-J", "size=8", "-E", "root_owner=0:0"]
     subprocess.run(
-        ["mkfs.ext4", "-q", "-F", "-b", "4096", "-E", "root_owner=0:0", str(image)],
+        ["mkfs.ext4", "-q", "-F", *options, str(image)],
         env={**os.environ, "MKE2FS_CONFIG": str(config)},
         check=True,
     )
@@ -409,7 +412,7 @@ def test_driver_memory_is_bounded(
     """
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
-    large = [] if memory > 256 * MIB else [large_disk(session)]
+    large = [] if memory > 256 * MIB else [large_disk(session, LARGE_FILE_MIB)]
     vm = driver_vm(
         session,
         kernel,
@@ -503,26 +506,36 @@ def slab_use(guest: Guest, prefix: str) -> int:
     return sum(int(line.split()[1]) * int(line.split()[3]) for line in lines)
 
 
-# Size of a file whose pages are used one by one, and their distance: each is in another leaf.
-SPARSE_MIB, SPARSE_KIB = 400, 256
+# Size of a file whose pages are used one by one, and their distance. Each is in a leaf of its own,
+# and few leaves share an XArray node.
+SCATTERED_MIB, SCATTERED_DISTANCE_MIB = 60 << 10, 16
+SCATTERED_PAGES = SCATTERED_MIB // SCATTERED_DISTANCE_MIB
+SCATTERED_PART = 256  # number of pages that are read before they are evicted
 # Share of the slabs' growth that may differ from the bytes that the driver counts: objects that the
 # slab allocator keeps for each processor, and nodes of the page cache.
-SLAB_DIFFERENCE = 0.1
+SLAB_DIFFERENCE = 0.05
 
 
-def test_index_counts_the_memory_of_scattered_pages(
+def test_index_counts_all_xarray_nodes_of_scattered_pages(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The counted memory of the index equals that of the slabs, so its limit holds.
 
-    A page that is far from others has a leaf of its own, and a part of an XArray node.
+    A page that is far from others on the disk has a leaf and an XArray node of its own.
     """
-    guest = driver_guest(session, kernel, test_module, parameters="verify_every=0 admission=off")
-    path, pages = "/mnt/scattered", SPARSE_MIB * 1024 // SPARSE_KIB
-    guest.sh(f"fallocate -l {SPARSE_MIB}M {path} && sync")
-    mount = Mount(guest, "/mnt")
-    table = limit_index(guest, 1 * MIB)
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        parameters="verify_every=0 admission=off",
+        memory_bytes=1024 * MIB,
+        disks=[tree_disk(session)[0], large_disk(session, SCATTERED_MIB)],
+    )
+    guest.mount("large", "/large")
+    guest.sh(f"echo 0 >/sys/block/{guest.disk('large')}/queue/read_ahead_kb")
+    mount = Mount(guest, "/large")
     mount.wait("on")
+    table = limit_index(guest, 16 * MIB)
 
     def used() -> int:
         # Dropping inodes frees the nodes of their page cache, which come from the same slab cache.
@@ -532,28 +545,32 @@ def test_index_counts_the_memory_of_scattered_pages(
 
     def fill() -> tuple[int, int]:
         """Returns the growth of the slabs and of the counted memory for the pages of the file."""
+        mount.wait("on")
         slabs, counted = used(), stats(guest)["index_bytes"]
-        guest.sh(
-            f"i=0; while [ $i -lt {pages} ]; do dd if=/dev/zero of={path} bs=4k count=1"
-            f" seek=$((i * {SPARSE_KIB // 4})) conv=notrunc 2>/dev/null; i=$((i + 1)); done",
-            300,
-        )
+        for first in range(0, SCATTERED_PAGES, SCATTERED_PART):
+            guest.sh(
+                f"i={first}; while [ $i -lt {min(first + SCATTERED_PART, SCATTERED_PAGES)} ]; do"
+                " dd if=/large/file of=/dev/null bs=4k count=1"
+                f" skip=$((i * {SCATTERED_DISTANCE_MIB * 256})) 2>/dev/null; i=$((i + 1)); done;"
+                " echo 1 >/proc/sys/vm/drop_caches",
+                120,
+            )
+            settle(guest)
         return used() - slabs, stats(guest)["index_bytes"] - counted
 
     slabs, counted = fill()
     print(f"slabs grew by {slabs} bytes, the counted memory by {counted}")
-    assert counted > pages * 64
+    assert counted > SCATTERED_PAGES * (576 + 64) * 9 // 10
     assert abs(slabs - counted) < SLAB_DIFFERENCE * slabs
 
     limit = counted // 2
     assert limit_index(guest, limit) == table
-    mount.wait("on")
     slabs, counted = fill()
     print(f"with a limit of {limit}: slabs grew by {slabs} bytes, the counted memory by {counted}")
     assert limit // 2 < counted <= limit
     assert slabs < limit * (1 + 2 * SLAB_DIFFERENCE)
 
-    guest.sh("umount /mnt", 60)
+    guest.sh("umount /large /mnt", 60)
     until(lambda: stats(guest)["index_bytes"] == table, 10, "the index has released all its memory")
     guest.sh("rmmod virtio_tmem", 60)  # a module for tests reports memory that stays counted
 
@@ -569,7 +586,7 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
         before = settle(guest)
         liar.lie = lie
         evict(guest, list(sums))
-        assert stats(guest)["index_pages"] == 0, (
+        assert stats(guest)["index_pages"] <= SERVED_PAGES, (
             "pages that the device did not store are in the index"
         )
     else:
