@@ -18,7 +18,6 @@
  * - special fill DIR: allocates all free blocks of the file system
  * - special zero FILE OFFSET BYTES: zeroes a range by fallocate(), and prints "failed: " and the
  *   error if that fails
- * - special shutdown DIR: shuts the ext4 or xfs at DIR down by force, without writing its log
  * - special swap-out BYTES: writes to memory of this size and makes the kernel swap it out
  * - special drain: empties the kernel's per-CPU lists of pages and buffers, so that no page has a
  *   reference from such a list
@@ -60,9 +59,6 @@
 #include <unistd.h>
 
 #define PAGE		4096UL
-/* From fs/ext4/ext4.h (include/uapi/linux/ext4.h since 6.11) and fs/xfs/libxfs/xfs_fs.h. */
-#define IOC_SHUTDOWN		_IOR('X', 125, uint32_t)
-#define GOING_FLAGS_NOLOGFLUSH	2
 /* From include/uapi/linux/ext4.h of Linux 6.18. */
 #define IOC_SET_TUNE_SB_PARAM	_IOW('f', 46, struct tune_sb_params)
 #define TUNE_EDIT_FEATURES	0x4000
@@ -346,16 +342,6 @@ static int punch(const char *path, off_t offset, off_t bytes)
 	return 0;
 }
 
-static int shut_down(const char *dir)
-{
-	uint32_t flags = GOING_FLAGS_NOLOGFLUSH;
-	int fd = open(dir, O_RDONLY | O_DIRECTORY);
-
-	if (fd < 0 || ioctl(fd, IOC_SHUTDOWN, &flags))
-		return fail("shutdown");
-	return 0;
-}
-
 /* The fields of struct ext4_tune_sb_params that add_features() needs, at their places. */
 struct tune_sb_params {
 	uint32_t set_flags;
@@ -592,8 +578,6 @@ int main(int argc, char **argv)
 		return fill(argv[2]);
 	if (argc == 5 && !strcmp(argv[1], "zero"))
 		return zero(argv[2], strtol(argv[3], NULL, 0), strtol(argv[4], NULL, 0));
-	if (argc == 3 && !strcmp(argv[1], "shutdown"))
-		return shut_down(argv[2]);
 	if (argc == 4 && !strcmp(argv[1], "feature"))
 		return add_features(argv[2], strtoul(argv[3], NULL, 0));
 	if (argc == 3 && !strcmp(argv[1], "swap-out"))
