@@ -4,8 +4,9 @@
  * guest needs the page again, it reads the page from this pool instead of the disk.
  *
  * core/ sends requests to the device and has the index of the pages that the host holds. hooks/ is
- * called by the kernel when pages enter and leave the page cache. This file sets up the core first
- * and removes it last, because the hooks call the core and the core never calls the hooks.
+ * called by the kernel when pages leave the page cache and when bios are submitted. This file sets
+ * up the core first and removes it last, because the hooks call the core and the core never calls
+ * the hooks.
  */
 #include <linux/module.h>
 

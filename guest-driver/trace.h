@@ -62,8 +62,8 @@ TRACE_EVENT(tmem_get,
 );
 
 /*
- * Entries were erased: @pages entries of blocks @first to @last. An invalidation that erases nothing
- * is not traced.
+ * Entries were erased: @pages entries of blocks @first to @last. An invalidation that erases
+ * nothing is not traced.
  */
 TRACE_EVENT(tmem_invalidate,
 	TP_PROTO(const char *pool, u64 first, u64 last, unsigned long pages, const char *reason),

@@ -113,49 +113,6 @@ static bool breaker_close(struct tmem_dev *dev, bool forget)
 	return was;
 }
 
-/* Waits of a get, as the breaker counts them. */
-struct waits {
-	bool late;			/* a request was not answered before the deadline */
-	bool again;			/* a late get that does not count once more */
-	bool slow;
-	u64 waited_ns;			/* time that the reader waited */
-	u64 host_ns;			/* part in which a request was neither answered nor late */
-};
-
-/* Returns whether a get needs the lock. If none comes, the next slow one subtracts the leak. */
-static bool is_noted(struct tmem_dev *dev, const struct waits *waits)
-{
-	return waits->late || waits->slow || READ_ONCE(dev->late_row) || host_keeps(dev) ||
-	       waits->waited_ns > READ_ONCE(dev->wait_max_ns);
-}
-
-/* Records the waits of a get. Returns whether the breaker opens. The caller holds get_lock. */
-static bool note(struct tmem_dev *dev, const struct waits *waits)
-{
-	bool opens;
-
-	lockdep_assert_held(&dev->get_lock);
-	if (waits->waited_ns > dev->wait_max_ns)
-		WRITE_ONCE(dev->wait_max_ns, waits->waited_ns);
-	if (!waits->again)
-		WRITE_ONCE(dev->late_row, waits->late ? dev->late_row + 1 : 0);
-	if (waits->slow) {
-		/*
-		 * The bucket does not leak during a slow fetch; otherwise readers could wait longer
-		 * than the bound in the header of this file.
-		 */
-		dev->slow_at_ns = min(dev->slow_at_ns + waits->host_ns, ktime_get_ns());
-		dev->slow_ns = slow_ns(dev) + waits->host_ns;
-	}
-	if (dev->tripped)
-		return false;
-	opens = dev->late_row >= LATE_ROW_MAX || host_keeps(dev) ||
-		slow_ns(dev) > tmem_get_span_ns() * WAIT_BUDGET;
-	if (opens)
-		breaker_set(dev, true);
-	return opens;
-}
-
 /* Logs and reports that the breaker has opened. */
 static void opened(struct tmem_dev *dev)
 {
@@ -177,11 +134,6 @@ static void opened(struct tmem_dev *dev)
 	tmem_dev_report(dev);
 }
 
-static bool is_slow(u64 host_ns)
-{
-	return host_ns > tmem_get_span_ns() / TMEM_SLOW_DIVISOR;
-}
-
 /**
  * tmem_breaker_note() - record a fetch with requests, and open the breaker if needed
  * @dev: the device
@@ -200,30 +152,42 @@ static bool is_slow(u64 host_ns)
 void tmem_breaker_note(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns, u64 sent_ns,
 		       u64 end_ns)
 {
-	u64 host_ns = end_ns - min(begin_ns, end_ns);
-	struct waits waits = {
-		.late = late,
-		/* Nobody has waited for a fetch in advance, unless it is late. */
-		.slow = (awaited || late) && is_slow(host_ns),
-		.waited_ns = awaited ? host_ns : 0,
-	};
+	u64 host_ns = end_ns - min(begin_ns, end_ns), waited_ns = awaited ? host_ns : 0;
+	/* Nobody has waited for a fetch in advance, unless it is late. */
+	bool slow = (awaited || late) && host_ns > tmem_get_span_ns() / TMEM_SLOW_DIVISOR;
 	unsigned long flags;
 	bool opens;
 
-	tmem_count_n(TMEM_STAT_waits_us, div_u64(waits.waited_ns, NSEC_PER_USEC));
-	if (waits.slow)
+	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
+	if (slow)
 		tmem_count(TMEM_STAT_slow);
-	if (!is_noted(dev, &waits))
+	/* Most fetches need no lock. If none comes, the next slow one subtracts the leak. */
+	if (!late && !slow && !READ_ONCE(dev->late_row) && !host_keeps(dev) &&
+	    waited_ns <= READ_ONCE(dev->wait_max_ns))
 		return;
 	spin_lock_irqsave(&dev->get_lock, flags);
-	waits.again = late && sent_ns < dev->fetch_late_ns;
-	if (late && !waits.again)
+	if (waited_ns > dev->wait_max_ns)
+		WRITE_ONCE(dev->wait_max_ns, waited_ns);
+	if (!late) {
+		WRITE_ONCE(dev->late_row, 0);
+	} else if (sent_ns >= dev->fetch_late_ns) {
+		WRITE_ONCE(dev->late_row, dev->late_row + 1);
 		dev->fetch_late_ns = end_ns;
-	if (waits.slow) {
-		waits.host_ns = end_ns - min(max(begin_ns, dev->fetch_slow_ns), end_ns);
-		dev->fetch_slow_ns = max(end_ns, dev->fetch_slow_ns);
 	}
-	opens = note(dev, &waits);
+	if (slow) {
+		host_ns = end_ns - min(max(begin_ns, dev->fetch_slow_ns), end_ns);
+		dev->fetch_slow_ns = max(end_ns, dev->fetch_slow_ns);
+		/*
+		 * The bucket does not leak during a slow fetch; otherwise readers could wait longer
+		 * than the bound in the header of this file.
+		 */
+		dev->slow_at_ns = min(dev->slow_at_ns + host_ns, ktime_get_ns());
+		dev->slow_ns = slow_ns(dev) + host_ns;
+	}
+	opens = !dev->tripped && (dev->late_row >= LATE_ROW_MAX || host_keeps(dev) ||
+				  slow_ns(dev) > tmem_get_span_ns() * WAIT_BUDGET);
+	if (opens)
+		breaker_set(dev, true);
 	spin_unlock_irqrestore(&dev->get_lock, flags);
 	if (opens)
 		opened(dev);

@@ -179,8 +179,9 @@ static void evict(enum victims victims, unsigned long visits, long low)
  * algorithm, it erases leaves into which no entry was stored since its last visit. The driver does
  * not tell the host: the host's own eviction later drops its copies of these pages.
  */
-static void evict_full(long low)
+static void evict_work_fn(struct work_struct *work)
 {
+	long low = tmem_index_table_bytes + tmem_index_entry_bytes() / 16 * FULL_SIXTEENTHS;
 	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
 	struct tmem_dev *dev;
 
@@ -197,11 +198,6 @@ static void evict_full(long low)
 	if (dev)
 		tmem_admit_evicted(dev, evicted);
 	rcu_read_unlock();
-}
-
-static void evict_work_fn(struct work_struct *work)
-{
-	evict_full(tmem_index_table_bytes + tmem_index_entry_bytes() / 16 * FULL_SIXTEENTHS);
 }
 
 /**

@@ -38,7 +38,7 @@ static bool paused;
 
 static struct tmem_get_sent *end_of(struct tmem_fetch *fetch)
 {
-	return fetch->call.sent + fetch->call.nr_sent;
+	return fetch->sent + fetch->nr_sent;
 }
 
 /* Adds a fetch to those that the timer gives up. */
@@ -86,7 +86,7 @@ static bool has_room(const struct tmem_fetch *fetch)
 
 	if (fetch->index % 64 + nr > 64)
 		nr += TMEM_BLOCK_PAGES;	/* each request may leave a part of a block unused */
-	return tmem_bounce_fits(fetch->call.dev, nr, fetch->ahead);
+	return tmem_bounce_fits(fetch->dev, nr, fetch->ahead);
 }
 
 /* Returns the number of fetches that have begun and do not wait. At its end, each starts others. */
@@ -145,7 +145,7 @@ static void give_up(struct tmem_fetch *fetch)
 {
 	struct tmem_get_sent *sent;
 
-	for (sent = fetch->call.sent; sent < end_of(fetch); sent++) {
+	for (sent = fetch->sent; sent < end_of(fetch); sent++) {
 		tmem_send_drain(sent->queue);
 		if (tmem_get_abandon(sent->get))
 			continue;
@@ -180,7 +180,7 @@ static enum hrtimer_restart expired(struct hrtimer *timer)
 		fetch = list_first_entry(&late, struct tmem_fetch, list);
 		list_del_init(&fetch->list);
 		give_up(fetch);
-		if (!fetch->call.nr_sent)
+		if (!fetch->nr_sent)
 			miss_from(fetch, 0, TMEM_STAT_misses_late);
 		tmem_fetch_release(fetch, &dev->queue[0]);
 	}
@@ -199,14 +199,13 @@ static bool is_too_late(const struct tmem_fetch *fetch, u64 now_ns)
 /* Returns whether a request may be sent. Otherwise the wanted pages from @first on are misses. */
 static bool may_request(struct tmem_fetch *fetch, unsigned int first)
 {
-	struct tmem_get_call *call = &fetch->call;
 	enum tmem_stat why;
 
-	if (READ_ONCE(call->dev->tripped))
+	if (READ_ONCE(fetch->dev->tripped))
 		why = TMEM_STAT_misses_tripped;
 	else if (is_too_late(fetch, ktime_get_ns()))
 		why = TMEM_STAT_misses_late;
-	else if (!call->generation || !tmem_online())
+	else if (!fetch->generation || !tmem_online())
 		why = TMEM_STAT_misses_offline;
 	else
 		return true;
@@ -229,12 +228,11 @@ static void no_room(struct tmem_fetch *fetch, unsigned int first)
  */
 static bool fetch_request(struct tmem_fetch *fetch)
 {
-	struct tmem_get_call *call = &fetch->call;
-	struct tmem_dev *dev = call->dev;
+	struct tmem_dev *dev = fetch->dev;
 	unsigned int from, to;
 
 	fetch->sent_ns = ktime_get_ns();
-	call->generation = READ_ONCE(dev->generation);
+	fetch->generation = READ_ONCE(dev->generation);
 	smp_rmb();	/* read the generation before the index; pairs with sync_work_fn() */
 	if (!may_request(fetch, 0))
 		return true;
@@ -244,20 +242,20 @@ static bool fetch_request(struct tmem_fetch *fetch)
 		to = min(fetch->nr, from + 64 - (unsigned int)((fetch->index + from) & 63));
 		if (!may_request(fetch, from))
 			break;
-		if (call->nr_sent < TMEM_GET_BURST)
-			call->spare = tmem_bounce_alloc(dev, min(to - from, dev->batch_max),
-							fetch->ahead);
-		if (!call->spare && !from)
+		if (fetch->nr_sent < TMEM_GET_BURST)
+			fetch->spare = tmem_bounce_alloc(dev, min(to - from, dev->batch_max),
+							 fetch->ahead);
+		if (!fetch->spare && !from)
 			return false;
-		if (!call->spare) {
+		if (!fetch->spare) {
 			no_room(fetch, from);
 			break;
 		}
-		tmem_get_unit(call, from, to);
+		tmem_get_unit(fetch, from, to);
 		/* All pages were in the put ring, or had left the index. */
-		if (call->spare)
-			tmem_bounce_free(dev, call->spare);
-		call->spare = NULL;
+		if (fetch->spare)
+			tmem_bounce_free(dev, fetch->spare);
+		fetch->spare = NULL;
 	}
 	return true;
 }
@@ -270,7 +268,7 @@ static bool request_or_wait(struct tmem_fetch *fetch)
 	for (tries = 0; tries < TRIES_MAX; tries++) {
 		if (fetch_request(fetch))
 			return false;
-		if (fetch_wait(fetch->call.dev, fetch))
+		if (fetch_wait(fetch->dev, fetch))
 			return true;
 	}
 	no_room(fetch, 0);
@@ -324,7 +322,7 @@ static unsigned int start_waiting(struct tmem_dev *dev)
 		if (!fetch || request_or_wait(fetch))
 			break;
 		pages += fetch->nr;
-		if (fetch->call.nr_sent) {
+		if (fetch->nr_sent) {
 			tmem_count(TMEM_STAT_fetches);
 			fetch_add(dev, fetch);
 		}
@@ -340,12 +338,11 @@ static unsigned int start_waiting(struct tmem_dev *dev)
  */
 static void fetch_end(struct tmem_fetch *fetch)
 {
-	struct tmem_get_call *call = &fetch->call;
-	struct tmem_dev *dev = call->dev;
+	struct tmem_dev *dev = fetch->dev;
 	struct tmem_get_sent *sent;
 	u64 end_ns = fetch->sent_ns, at_ns;
 
-	for (sent = call->sent; sent < end_of(fetch); sent++) {
+	for (sent = fetch->sent; sent < end_of(fetch); sent++) {
 		at_ns = fetch->deadline_ns;
 		if (sent->get)
 			at_ns = min(at_ns, sent->get->answered_ns);
@@ -353,17 +350,20 @@ static void fetch_end(struct tmem_fetch *fetch)
 		if (fetch->awaited)
 			tmem_get_count_wait(at_ns - min(at_ns, fetch->begin_ns));
 		if (sent->get)
-			tmem_get_take(call, sent);
+			tmem_get_take(fetch, sent);
 		else
-			tmem_get_lost(call, sent);
+			tmem_get_lost(fetch, sent);
 	}
-	if (call->nr_sent) {
+	if (fetch->nr_sent) {
 		fetch_forget(dev, fetch);
-		tmem_breaker_note(dev, call->late, fetch->awaited, fetch->begin_ns,
+		tmem_breaker_note(dev, fetch->late, fetch->awaited, fetch->begin_ns,
 				  fetch->sent_ns, end_ns);
 	}
-	tmem_admit_learn(dev, call->hits, call->lost);
-	tmem_get_trace(&fetch->key, fetch->index, fetch->nr, call->hits, fetch->begin_ns);
+	tmem_admit_learn(dev, fetch->hits, fetch->lost);
+	if (trace_tmem_get_enabled())
+		trace_tmem_get(fetch->key.pool->name, tmem_key_block(&fetch->key, fetch->index),
+			       fetch->nr, fetch->hits,
+			       div_u64(ktime_get_ns() - fetch->begin_ns, NSEC_PER_USEC));
 	/*
 	 * The bounce pages are free. A fetch that counts this one as running begins to wait before
 	 * the caller looks for waiting ones.
@@ -387,9 +387,9 @@ static void fetched(struct tasklet_struct *tasklet)
 			break;
 		queue->fetched_rest = fetch->node.next;
 		fetch_end(fetch);
-		if (fetch->call.nr_sent) {
+		if (fetch->nr_sent) {
 			pages += fetch->nr;
-			tmem_count(fetch->call.late ? TMEM_STAT_fetches_late :
+			tmem_count(fetch->late ? TMEM_STAT_fetches_late :
 				   TMEM_STAT_fetches_answered);
 		}
 		fetch->done(fetch);
@@ -407,7 +407,7 @@ static void fetched(struct tasklet_struct *tasklet)
 static void fetch_poll(struct tmem_fetch *fetch)
 {
 	u64 end_ns = fetch->sent_ns + tmem_get_spin_ns();
-	struct tmem_get_sent *sent = fetch->call.sent;
+	struct tmem_get_sent *sent = fetch->sent;
 
 	while (atomic_read(&fetch->pending) > 1 && ktime_get_ns() < end_ns && !need_resched()) {
 		/* Answers for others raise a softirq, for which a task would wake a thread. */
@@ -415,7 +415,7 @@ static void fetch_poll(struct tmem_fetch *fetch)
 		tmem_send_drain(sent->queue);
 		local_bh_enable();
 		if (++sent == end_of(fetch))
-			sent = fetch->call.sent;
+			sent = fetch->sent;
 		cpu_relax();
 	}
 }
@@ -456,22 +456,13 @@ none:
  */
 bool tmem_fetch_start(struct tmem_fetch *fetch)
 {
-	struct tmem_get_call *call = &fetch->call;
 	struct tmem_dev *dev;
 
 	dev = fetch_begin(fetch);
 	if (!dev)
 		return true;
-	*call = (struct tmem_get_call){
-		.dev = dev,
-		.key = &fetch->key,
-		.index = fetch->index,
-		.pages = fetch->pages,
-		.want = fetch->want,
-		.deadline_ns = fetch->deadline_ns,
-		.bucket = tmem_index_bucket(&fetch->key),
-		.fetch = fetch,
-	};
+	fetch->dev = dev;
+	fetch->bucket = tmem_index_bucket(&fetch->key);
 	fetch->nr_tried = fetch->nr;
 	fetch->begin_ns = ktime_get_ns();
 	atomic_set(&fetch->pending, 1);
@@ -482,7 +473,7 @@ bool tmem_fetch_start(struct tmem_fetch *fetch)
 		return false;
 	if (request_or_wait(fetch))
 		return false;
-	if (call->nr_sent) {
+	if (fetch->nr_sent) {
 		tmem_count(TMEM_STAT_fetches);
 		fetch_add(dev, fetch);
 		if (fetch->awaited)
@@ -491,7 +482,7 @@ bool tmem_fetch_start(struct tmem_fetch *fetch)
 	TMEM_HOLD(fetch);
 	if (!atomic_dec_and_test(&fetch->pending))
 		return false;
-	if (call->nr_sent)
+	if (fetch->nr_sent)
 		tmem_count(TMEM_STAT_fetches_polled);
 	fetch_end(fetch);
 	start_waiting(dev);

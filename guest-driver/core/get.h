@@ -36,28 +36,9 @@ struct tmem_get_sent {
 	unsigned int count;
 };
 
-/* State of one get. */
-struct tmem_get_call {
-	struct tmem_dev *dev;
-	const struct tmem_key *key;
-	pgoff_t index;
-	struct page **pages;
-	unsigned long *want;
-	u64 generation;
-	u64 deadline_ns;
-	u32 bucket;			/* bucket of the object in the index */
-	struct tmem_fetch *fetch;
-	struct tmem_get_req *spare;	/* reserved request, or NULL */
-	struct tmem_get_sent sent[TMEM_GET_BURST];
-	unsigned int nr_sent;
-	unsigned int hits;
-	unsigned int lost;		/* pages that the host reported as missing */
-	bool late;			/* an answer did not come in time */
-};
-
 /*
  * A get for which no task waits. The caller of tmem_fetch_start() sets the first group of fields,
- * and keeps the structure until the function returns true or calls done().
+ * and all others to 0. It keeps the structure until the function returns true or calls done().
  */
 struct tmem_fetch {
 	struct tmem_key key;
@@ -75,7 +56,15 @@ struct tmem_fetch {
 
 	/* The pages from here on were not requested, because no request or bounce page was free. */
 	unsigned int nr_tried;
-	struct tmem_get_call call;
+	struct tmem_dev *dev;
+	u64 generation;
+	u32 bucket;			/* bucket of the object in the index */
+	bool late;			/* an answer did not come in time */
+	unsigned int hits;
+	unsigned int lost;		/* pages that the host reported as missing */
+	struct tmem_get_req *spare;	/* reserved request, or NULL */
+	unsigned int nr_sent;
+	struct tmem_get_sent sent[TMEM_GET_BURST];
 	u64 sent_ns;
 	u64 begin_ns;			/* before a wait for bounce pages */
 	/*
@@ -102,12 +91,10 @@ int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generati
 bool tmem_get_abandon(struct tmem_get_req *get);
 bool tmem_get_wait(struct tmem_get_req *get, u64 deadline_ns);
 void tmem_get_count_wait(u64 waited_ns);
-void tmem_get_miss(struct tmem_get_call *call, unsigned int i, enum tmem_stat why);
-void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int to);
-void tmem_get_take(struct tmem_get_call *call, struct tmem_get_sent *sent);
-void tmem_get_lost(struct tmem_get_call *call, struct tmem_get_sent *sent);
-void tmem_get_trace(const struct tmem_key *key, pgoff_t index, unsigned int wanted,
-		    unsigned int hits, u64 begin_ns);
+void tmem_get_miss(struct tmem_fetch *fetch, unsigned int i, enum tmem_stat why);
+void tmem_get_unit(struct tmem_fetch *fetch, unsigned int from, unsigned int to);
+void tmem_get_take(struct tmem_fetch *fetch, struct tmem_get_sent *sent);
+void tmem_get_lost(struct tmem_fetch *fetch, struct tmem_get_sent *sent);
 
 /* implemented in breaker.c */
 void tmem_breaker_note(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns, u64 sent_ns,

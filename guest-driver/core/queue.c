@@ -25,8 +25,8 @@ struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index)
 /**
  * tmem_queue_flush() - queue a flush: a range of pages that the host should drop
  * @where: object
- * @index: first page number
- * @nr_pages: number of pages, or VIRTIO_TMEM_TO_END
+ * @index: place of the first block in the object
+ * @nr_pages: number of pages
  *
  * The range is a hint. The sender sends it later; the driver discards it if too many ranges wait.
  *
@@ -47,7 +47,7 @@ void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages)
 	spin_lock_irqsave(&queue->ring_lock, flags);
 	range = queue->nr_flush ? &queue->pending[queue->nr_flush - 1] : NULL;
 	if (range && range->object == where->object && range->pool == where->pool &&
-	    nr_pages && range->nr_pages && range->index + range->nr_pages == index) {
+	    range->index + range->nr_pages == index) {
 		range->nr_pages += nr_pages;
 	} else if (queue->nr_flush < TMEM_FLUSH_PENDING) {
 		queue->pending[queue->nr_flush] = (struct tmem_flush_range){

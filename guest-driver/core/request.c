@@ -21,7 +21,6 @@
 #include <linux/sched.h>
 #include <linux/slab.h>
 
-#include "../trace.h"
 #include "get.h"
 #include "wait.h"
 
@@ -200,13 +199,13 @@ void tmem_get_count_wait(u64 waited_ns)
 
 /**
  * tmem_get_miss() - count a page of a get as a miss
- * @call: the get
+ * @fetch: the fetch
  * @i: number of the page
  * @why: the reason
  */
-void tmem_get_miss(struct tmem_get_call *call, unsigned int i, enum tmem_stat why)
+void tmem_get_miss(struct tmem_fetch *fetch, unsigned int i, enum tmem_stat why)
 {
-	__clear_bit(i, call->want);
+	__clear_bit(i, fetch->want);
 	tmem_count(why);
 }
 
@@ -214,19 +213,19 @@ void tmem_get_miss(struct tmem_get_call *call, unsigned int i, enum tmem_stat wh
  * Erases the retained index entries of pages @first + i whose bit i is set in @mask. All of these
  * pages lie in one leaf (64 neighbouring pages) of the index.
  */
-static void forget(struct tmem_get_call *call, u64 object, unsigned int first, u64 mask)
+static void forget(struct tmem_fetch *fetch, u64 object, unsigned int first, u64 mask)
 {
 	if (mask)
-		tmem_index_forget(call->bucket, object, call->index + first, mask);
+		tmem_index_forget(fetch->bucket, object, fetch->index + first, mask);
 }
 
 /*
  * Verifies the content check on the page that the caller will use, and switches the cache off if it
  * is wrong. Returns whether the check is right.
  */
-static bool check_page(struct tmem_get_call *call, unsigned int i, u64 entry)
+static bool check_page(struct tmem_fetch *fetch, unsigned int i, u64 entry)
 {
-	void *data = kmap_local_page(call->pages[i]);
+	void *data = kmap_local_page(fetch->pages[i]);
 	struct tmem_checks checks;
 
 	if (TMEM_INJECT(corrupt))
@@ -234,14 +233,14 @@ static bool check_page(struct tmem_get_call *call, unsigned int i, u64 entry)
 	checks = tmem_checks_page(&tmem_keys, data);
 	kunmap_local(data);
 	if (checks.check == tmem_entry_check(entry)) {
-		call->fetch->check64[i] = checks.check64;
-		call->hits++;
+		fetch->check64[i] = checks.check64;
+		fetch->hits++;
 		tmem_count(TMEM_STAT_hits);
-		tmem_admit_back(call->dev, call->pages[i]);
+		tmem_admit_back(fetch->dev, fetch->pages[i]);
 		return true;
 	}
-	tmem_get_miss(call, i, TMEM_STAT_misses_check);
-	tmem_poison("content check", tmem_key_block(call->key, call->index + i));
+	tmem_get_miss(fetch, i, TMEM_STAT_misses_check);
+	tmem_poison("content check", tmem_key_block(&fetch->key, fetch->index + i));
 	return false;
 }
 
@@ -249,7 +248,7 @@ static bool check_page(struct tmem_get_call *call, unsigned int i, u64 entry)
  * Checks the answer for one page, and copies the page from its bounce page to its destination.
  * Returns whether the page is correct and the host has retained it.
  */
-static bool take_page(struct tmem_get_call *call, struct tmem_get_req *get, unsigned int nr,
+static bool take_page(struct tmem_fetch *fetch, struct tmem_get_req *get, unsigned int nr,
 		      u8 status)
 {
 	unsigned int i = get->first + nr;
@@ -264,29 +263,29 @@ static bool take_page(struct tmem_get_call *call, struct tmem_get_req *get, unsi
 	result = READ_ONCE(get->in.page[nr].result);
 	if (result == VIRTIO_TMEM_P_MISS) {
 		why = TMEM_STAT_misses_host;
-		call->lost++;
+		fetch->lost++;
 	}
 	if (result != VIRTIO_TMEM_P_HIT || get->req.used_bytes < needed ||
 	    READ_ONCE(get->in.page[nr].cookie) != get->out.cookie[nr])
 		goto no;
-	data = kmap_local_page(call->pages[i]);
+	data = kmap_local_page(fetch->pages[i]);
 	copy_page(data, get->block[nr / TMEM_BLOCK_PAGES] + nr % TMEM_BLOCK_PAGES * PAGE_SIZE);
 	kunmap_local(data);
-	return check_page(call, i, get->entry[nr]) &&
+	return check_page(fetch, i, get->entry[nr]) &&
 	       READ_ONCE(get->in.page[nr].flags) & VIRTIO_TMEM_GET_RETAINED;
 no:
-	tmem_get_miss(call, i, why);
+	tmem_get_miss(fetch, i, why);
 	return false;
 }
 
 /**
  * tmem_get_take() - check the answer to a request, and copy the pages that it brought
- * @call: the get
+ * @fetch: the fetch
  * @sent: the request, which is answered; it is free afterwards
  *
  * Context: any but NMI and hard interrupts.
  */
-void tmem_get_take(struct tmem_get_call *call, struct tmem_get_sent *sent)
+void tmem_get_take(struct tmem_fetch *fetch, struct tmem_get_sent *sent)
 {
 	u8 status = VIRTIO_TMEM_S_UNANSWERED;
 	struct tmem_get_req *get = sent->get;
@@ -297,45 +296,45 @@ void tmem_get_take(struct tmem_get_call *call, struct tmem_get_sent *sent)
 		status = READ_ONCE(get->in.resp.status);
 	if (status == VIRTIO_TMEM_S_STALE) {
 		tmem_count(TMEM_STAT_stale);
-		tmem_dev_ask(call->dev);
+		tmem_dev_ask(fetch->dev);
 	}
 	for (nr = 0; nr < get->count; nr++)
-		if (take_page(call, get, nr, status))
+		if (take_page(fetch, get, nr, status))
 			retained |= BIT_ULL(nr);
 	retained &= get->retain;
 	tmem_count_n(TMEM_STAT_retained_hits, hweight64(retained));
-	forget(call, sent->object, get->first, get->retain & ~retained);
-	tmem_bounce_free(call->dev, get);
+	forget(fetch, sent->object, get->first, get->retain & ~retained);
+	tmem_bounce_free(fetch->dev, get);
 }
 
 /**
  * tmem_get_lost() - count the pages of a request that was not answered before the deadline
- * @call: the get
+ * @fetch: the fetch
  * @sent: the request, which belongs to the device
  *
  * Context: any but NMI.
  */
-void tmem_get_lost(struct tmem_get_call *call, struct tmem_get_sent *sent)
+void tmem_get_lost(struct tmem_fetch *fetch, struct tmem_get_sent *sent)
 {
 	unsigned int nr;
 
 	for (nr = 0; nr < sent->count; nr++)
-		tmem_get_miss(call, sent->first + nr, TMEM_STAT_misses_late);
-	if (call->dev->retain)
-		forget(call, sent->object, sent->first, GENMASK_ULL(sent->count - 1, 0));
+		tmem_get_miss(fetch, sent->first + nr, TMEM_STAT_misses_late);
+	if (fetch->dev->retain)
+		forget(fetch, sent->object, sent->first, GENMASK_ULL(sent->count - 1, 0));
 	tmem_count(TMEM_STAT_late);
-	call->late = true;
+	fetch->late = true;
 }
 
 /* Returns the reserved request, with space for @count pages, or another one, or NULL. */
-static struct tmem_get_req *take_request(struct tmem_get_call *call, unsigned int count)
+static struct tmem_get_req *take_request(struct tmem_fetch *fetch, unsigned int count)
 {
-	struct tmem_get_req *get = call->spare;
+	struct tmem_get_req *get = fetch->spare;
 
 	if (!get)
-		return tmem_bounce_alloc(call->dev, count, call->fetch->ahead);
-	call->spare = NULL;
-	tmem_bounce_trim(call->dev, get, count);
+		return tmem_bounce_alloc(fetch->dev, count, fetch->ahead);
+	fetch->spare = NULL;
+	tmem_bounce_trim(fetch->dev, get, count);
 	return get;
 }
 
@@ -344,27 +343,27 @@ static struct tmem_get_req *take_request(struct tmem_get_call *call, unsigned in
  * out of the index. Bit i of @retain is set if the entry of page first + i stays in the index,
  * marked as retained.
  */
-static void request_pages(struct tmem_get_call *call, struct tmem_queue *queue,
+static void request_pages(struct tmem_fetch *fetch, struct tmem_queue *queue,
 			  const struct tmem_where *where, unsigned int first, unsigned int count,
 			  const u64 *entry, u64 retain)
 {
-	struct tmem_dev *dev = call->dev;
+	struct tmem_dev *dev = fetch->dev;
 	struct tmem_get_req *get;
 	enum tmem_stat why;
 	unsigned int nr;
 	u64 base;
 
 	why = TMEM_STAT_misses_bounce;
-	get = call->nr_sent < TMEM_GET_BURST ? take_request(call, count) : NULL;
+	get = fetch->nr_sent < TMEM_GET_BURST ? take_request(fetch, count) : NULL;
 	if (!get)
 		goto no;
 	get->queue = queue;
-	get->fetch = call->fetch;
+	get->fetch = fetch;
 	get->first = first;
 	get->count = count;
 	get->retain = retain;
 	get->out.get.object = cpu_to_le64(where->object);
-	get->out.get.index = cpu_to_le64(call->index + first);
+	get->out.get.index = cpu_to_le64(fetch->index + first);
 	base = READ_ONCE(dev->cookie_base);
 	for (nr = 0; nr < count; nr++) {
 		get->entry[nr] = entry[nr];
@@ -373,13 +372,13 @@ static void request_pages(struct tmem_get_call *call, struct tmem_queue *queue,
 	why = TMEM_STAT_misses_queue;
 	get->sent_ns = ktime_get_ns();
 	/* The answer may come at once. The caller has a use of the fetch, too. */
-	atomic_inc(&call->fetch->pending);
-	if (tmem_get_submit(dev, get, call->generation, where->pool)) {
-		atomic_dec(&call->fetch->pending);
+	atomic_inc(&fetch->pending);
+	if (tmem_get_submit(dev, get, fetch->generation, where->pool)) {
+		atomic_dec(&fetch->pending);
 		tmem_bounce_free(dev, get);
 		goto no;
 	}
-	call->sent[call->nr_sent++] = (struct tmem_get_sent){
+	fetch->sent[fetch->nr_sent++] = (struct tmem_get_sent){
 		.get = get,
 		.queue = queue,
 		.object = where->object,
@@ -389,8 +388,8 @@ static void request_pages(struct tmem_get_call *call, struct tmem_queue *queue,
 	return;
 no:
 	for (nr = 0; nr < count; nr++)
-		tmem_get_miss(call, first + nr, why);
-	forget(call, where->object, first, retain);
+		tmem_get_miss(fetch, first + nr, why);
+	forget(fetch, where->object, first, retain);
 }
 
 /* Returns @count bits of @mask, from bit @first on. */
@@ -401,13 +400,13 @@ static u64 part_of(u64 mask, unsigned int first, unsigned int count)
 
 /**
  * tmem_get_unit() - take entries out of the index, and copy or request their pages
- * @call: the get
+ * @fetch: the fetch
  * @from: number of the first page
  * @to: number of the page after the last one; all pages are in one 64-page unit of the index
  *
  * Context: any but NMI and hard interrupts.
  */
-void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int to)
+void tmem_get_unit(struct tmem_fetch *fetch, unsigned int from, unsigned int to)
 {
 	unsigned int nr = to - from, i, run = 0;
 	u64 entry[VIRTIO_TMEM_BATCH_MAX], keep = 0;
@@ -418,36 +417,36 @@ void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int t
 	void *data;
 
 	for (i = 0; i < nr; i++)
-		if (test_bit(from + i, call->want))
+		if (test_bit(from + i, fetch->want))
 			want |= BIT(i);
 	if (!want)
 		return;
 	/* All pages can be retained: at its next eviction, a page is compared with its record. */
-	if (tmem_retain_wanted(call->dev, nr))
+	if (tmem_retain_wanted(fetch->dev, nr))
 		keep = GENMASK_ULL(nr - 1, 0);
 	/* Let a test erase the entries here, as another CPU can at any time. */
 	if (TMEM_INJECT(erased_late))
-		tmem_invalidate(call->key, call->index + from, call->index + to - 1,
+		tmem_invalidate(&fetch->key, fetch->index + from, fetch->index + to - 1,
 				TMEM_INVAL_BLOCK);
-	tmem_index_take(call->key, call->index + from, nr, &want, keep, entry, &where);
-	queue = tmem_queue_of(call->dev, call->bucket, call->index + from);
+	tmem_index_take(&fetch->key, fetch->index + from, nr, &want, keep, entry, &where);
+	queue = tmem_queue_of(fetch->dev, fetch->bucket, fetch->index + from);
 
 	for (i = 0; i < nr; i++) {
 		there = false;
 		if (!(want & BIT(i))) {
 			entry[i] = 0;
 		} else if (!entry[i]) {
-			tmem_get_miss(call, from + i, TMEM_STAT_misses_index);
+			tmem_get_miss(fetch, from + i, TMEM_STAT_misses_index);
 		} else {
-			data = kmap_local_page(call->pages[from + i]);
-			there = tmem_ring_copy(call->dev, queue, entry[i], data);
+			data = kmap_local_page(fetch->pages[from + i]);
+			there = tmem_ring_copy(fetch->dev, queue, entry[i], data);
 			kunmap_local(data);
 		}
 		if (there) {
-			good = check_page(call, from + i, entry[i]);
+			good = check_page(fetch, from + i, entry[i]);
 			tmem_count_n(TMEM_STAT_ring_hits, good);
 			if (!good)
-				forget(call, where.object, from + i, keep >> i & 1);
+				forget(fetch, where.object, from + i, keep >> i & 1);
 			else if (keep & BIT_ULL(i))
 				tmem_count(TMEM_STAT_retained_hits);
 		}
@@ -455,32 +454,16 @@ void tmem_get_unit(struct tmem_get_call *call, unsigned int from, unsigned int t
 		 * Request each run of pages that are at the host and not in the put ring with one
 		 * request.
 		 */
-		if (!there && entry[i] && run < call->dev->batch_max) {
+		if (!there && entry[i] && run < fetch->dev->batch_max) {
 			run++;
 			continue;
 		}
 		if (run)
-			request_pages(call, queue, &where, from + i - run, run, &entry[i - run],
+			request_pages(fetch, queue, &where, from + i - run, run, &entry[i - run],
 				      part_of(keep, i - run, run));
 		run = !there && entry[i] ? 1 : 0;
 	}
 	if (run)
-		request_pages(call, queue, &where, to - run, run, &entry[nr - run],
+		request_pages(fetch, queue, &where, to - run, run, &entry[nr - run],
 			      part_of(keep, nr - run, run));
-}
-
-/**
- * tmem_get_trace() - trace the end of a get
- * @key: object of the blocks
- * @index: place of the first block in the object
- * @wanted: number of pages that were wanted
- * @hits: number of pages that were got
- * @begin_ns: time of the begin, or 0 if tracing was off then
- */
-void tmem_get_trace(const struct tmem_key *key, pgoff_t index, unsigned int wanted,
-		    unsigned int hits, u64 begin_ns)
-{
-	if (begin_ns && trace_tmem_get_enabled())
-		trace_tmem_get(key->pool->name, tmem_key_block(key, index), wanted, hits,
-			       div_u64(ktime_get_ns() - begin_ns, NSEC_PER_USEC));
 }

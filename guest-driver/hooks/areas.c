@@ -89,14 +89,8 @@ bool tmem_area_serves(const struct gendisk *disk)
 	return found;
 }
 
-/**
- * tmem_area_block() - return the block that contains a sector
- * @area: the area
- * @sector: the sector, on the whole disk
- *
- * Return: number of the block.
- */
-u32 tmem_area_block(const struct tmem_area *area, sector_t sector)
+/* Returns the block that contains a sector of the whole disk. */
+static u32 block_of(const struct tmem_area *area, sector_t sector)
 {
 	return area->first + (u32)((sector - area->start) / TMEM_BLOCK_SECTORS);
 }
@@ -155,8 +149,8 @@ bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr)
 		touched = true;
 		begin = max(sector, area->start);
 		end = min(sector + nr, area->start + (sector_t)area->nr * TMEM_BLOCK_SECTORS);
-		first = tmem_area_block(area, begin);
-		nr_blocks = tmem_area_block(area, end - 1) - first + 1;
+		first = block_of(area, begin);
+		nr_blocks = block_of(area, end - 1) - first + 1;
 		tmem_record_erase(first, nr_blocks);
 		tmem_area_forget(area->sb, first - area->first, nr_blocks);
 	}
