@@ -177,6 +177,10 @@ void tmem_probe_added(void *data, struct folio *folio)
 {
 	struct inode *inode = folio->mapping ? folio->mapping->host : NULL;
 
-	if (inode && S_ISREG(inode->i_mode))
+	if (!inode || !S_ISREG(inode->i_mode))
+		return;
+	rcu_read_lock();
+	if (!tmem_fs_find(inode->i_sb))
 		tmem_fs_note(inode->i_sb);
+	rcu_read_unlock();
 }
