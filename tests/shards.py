@@ -84,7 +84,7 @@ CHECK = (
 # Tests of the driver run on each series of kernels, with modules built for it.
 KERNELS = ("6.1", "6.12", "7.2", "7.3")
 DRIVER_TESTS = {
-    "driver": "admission async autosize blocks blocks_checks bounds core deadline"
+    "driver": "admission async autosize blocks blocks_checks bounds compaction core deadline"
     " driver generation guest_command lies mmio pace ram reporting ring",
     "files": "direct_writes files fs_errors hooks large_folios lockdown memory_error mounts patches"
     " refused trace tracers untested_release",

@@ -57,6 +57,7 @@ enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
 				      void (*put)(u32 block, void *arg), void *arg);
 void tmem_record_dirty(struct folio *folio);
 void tmem_record_forget(struct folio *folio);
+void tmem_record_move(struct folio *to, struct folio *from);
 
 /* --- areas.c ------------------------------------------------------------------------------- */
 

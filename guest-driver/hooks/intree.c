@@ -12,8 +12,8 @@
 
 #include "blocks.h"
 
-/* Maximum number of targets: mm and VFS 5, bios 1, self-test 1. */
-#define TMEM_TARGETS_MAX 7
+/* Maximum number of targets: mm and VFS 6, bios 1, self-test 1. */
+#define TMEM_TARGETS_MAX 8
 
 DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
 EXPORT_SYMBOL_GPL(tmem_hooks_key);
@@ -192,6 +192,16 @@ void tmem_hook_reclaim(void)
 		return;
 	wrap();
 	tmem_leave();
+}
+
+/**
+ * tmem_hook_migrate() - handle the entry of folio_migrate_flags()
+ * @to: the new folio
+ * @from: the old folio
+ */
+void tmem_hook_migrate(struct folio *to, struct folio *from)
+{
+	hook_enter(TMEM_HOOK_MIGRATE, NULL, ARGS(ARG(to), ARG(from)));
 }
 
 /**

@@ -11,8 +11,8 @@
  * during a transfer. A record gets another number when a write of its block begins or ends, and
  * when its page becomes dirty after a write.
  *
- * The hint of a page is the block of its last transfer. Hints are in a table by page frame number.
- * A page that was freed, used again or moved has a wrong hint or none.
+ * The hint of a page is the block of its last transfer. Hints are in a table by page frame number,
+ * and move with their page. A page that was freed or used again has a wrong hint or none.
  */
 #include <linux/hash.h>
 #include <linux/log2.h>
@@ -457,6 +457,25 @@ void tmem_record_forget(struct folio *folio)
 		hint = hint_of(folio_page(folio, i));
 		if (hint && READ_ONCE(*hint))
 			WRITE_ONCE(*hint, 0);
+	}
+}
+
+/**
+ * tmem_record_move() - move the hints of a folio that page migration moves to other page frames
+ * @to: the new folio
+ * @from: the old folio, of the same size
+ */
+void tmem_record_move(struct folio *to, struct folio *from)
+{
+	unsigned long i, nr = folio_nr_pages(from);
+	u32 *hint, *old, block;
+
+	for (i = 0; i < nr; i++) {
+		hint = hint_of(folio_page(to, i));
+		old = hint_of(folio_page(from, i));
+		block = old && READ_ONCE(*old) ? xchg(old, 0) : 0;
+		if (hint)
+			WRITE_ONCE(*hint, block);
 	}
 }
 
