@@ -189,23 +189,6 @@ def write_during_get(file: File) -> bytes:
     return file.read()
 
 
-def replace_during_get(file: File) -> bytes:
-    """Writes a block after its pool was replaced, while a reader is about to use the old pool."""
-    guest = file.guest
-    set_parameter(guest, "drop_caches_flush", "1")
-    fill = Hold(guest, "fill")
-    reader = file.reader()
-    fill.wait()
-    replace = Hold(guest, "replace")
-    guest.sh("echo 2 >/proc/sys/vm/drop_caches")
-    replace.wait()
-    assert file.write().wait().status == 0
-    replace.release()
-    fill.release()
-    set_parameter(guest, "drop_caches_flush", "0")
-    return reader.wait().stdout
-
-
 @pytest.mark.smoke
 def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module: Path) -> None:
     """Writes that meet puts and gets of their block."""
@@ -217,7 +200,6 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
             "forget": lambda: written(File(guest, WHERE, device)),
             "in_flight": lambda: put_during_write(File(guest, WHERE, device)),
             "get_seq": lambda: write_during_get(File(guest, WHERE, device)),
-            "live": lambda: replace_during_get(File(guest, WHERE, device)),
         },
     )
     # A page that becomes dirty never, before, during and after its write.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Bounds of the driver: time without rescheduling, full buckets and index, pools to be freed."""
+"""Bounds of the driver: time without rescheduling, full index, pools to be freed."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ SECTION_INSTRUCTIONS = 200_000
 # Memory of the guest. Its index has space for the 40,960 leaves that testing/sections.c makes.
 SECTIONS_RAM = 1024 * MIB
 ROUNDS = 40  # mounts and unmounts
-# Maximum number of inodes in one bucket of the index (BUCKET_OBJECTS_MAX), and number of inodes
-# that a test adds to a full bucket.
-BUCKET_INODES, MORE_INODES = 512, 100
 POOLS_FREED_MAX = 1024
 # RAM of a guest whose hash table takes three times as much memory as ENTRY_BYTES, the limit of the
 # entries.
@@ -61,7 +58,7 @@ def test_operations_of_the_index_reschedule_after_bounded_work(
 ) -> None:
     """Operations on many entries of the index keep the processor for short sections only.
 
-    The operations erase a range of an object, an object, objects of a full bucket, and a pool.
+    The operations erase a range of blocks, and a pool.
     """
     guest = driver_guest(
         session,
@@ -78,28 +75,13 @@ def test_operations_of_the_index_reschedule_after_bounded_work(
         name: (int(longest), int(total), int(entries))
         for name, longest, total, entries in (line.split() for line in text.splitlines())
     }
-    assert found["range"][2] > 40_000 and found["inode"][2] > 40_000
-    assert found["sweep"][2] > 40_000 and found["chain"][2] == 512
+    assert found["range"][2] > 40_000 and found["sweep"][2] > 40_000
     assert found["range"][1] > 100 * SECTION_INSTRUCTIONS, "the range is erased at once"
     # A section delays the thread that measures in addition to the work of the kernel when it is
     # idle.
     bound = found["idle"][0] + SECTION_INSTRUCTIONS
     late = {name: longest for name, (longest, _, _) in found.items() if longest > bound}
     assert not late, f"sections of more than {SECTION_INSTRUCTIONS} instructions: {late}"
-
-
-def test_full_bucket_replaces_its_oldest_inodes(
-    session: Session, kernel: Kernel, test_module: Path
-) -> None:
-    """A put of a new inode into a full bucket of the index is not refused."""
-    guest = driver_guest(session, kernel, test_module)
-    before = stats(guest)["index_evicted"]
-    guest.sh(f"echo {BUCKET_INODES + MORE_INODES} >{PARAMETERS}/test_bucket", 120)
-    stored, held, oldest = (int(value) for value in parameter(guest, "test_bucket").split())
-    assert stored == BUCKET_INODES + MORE_INODES, "a full bucket refuses a put"
-    assert held == BUCKET_INODES
-    assert oldest == MORE_INODES, "the inodes that were replaced are not the oldest ones"
-    assert stats(guest)["index_evicted"] - before == MORE_INODES
 
 
 def test_full_index_keeps_most_pages_of_a_large_file(
