@@ -15,6 +15,7 @@ from driver import (
     checksums,
     driver_vm,
     evict,
+    kept,
     load,
     set_parameter,
     settle,
@@ -80,6 +81,16 @@ def held(guest: Guest) -> int:
     return Mount(guest, WHERE).count("held_pages")
 
 
+def wait_held(guest: Guest, path: str) -> None:
+    """Waits until the pages of a file are put. The pool is ready some time after it was emptied."""
+
+    def is_held() -> bool:
+        before = kept(stats(guest))
+        return kept(evict(guest, [path])) - before > PAGES * 9 // 10
+
+    until(is_held, 60, f"pages of {path} are put")
+
+
 @pytest.mark.smoke
 def test_status_and_stats_report_the_state_of_the_driver(
     session: Session, kernel: Kernel, module: Path
@@ -133,8 +144,7 @@ def test_never_policy_empties_the_pool_and_default_policy_allows_puts(
     after = evict(guest, [path])
     assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
     assert held(guest) == 0
-    evict(guest, [other])
-    assert held(guest) > PAGES * 9 // 10
+    wait_held(guest, other)
 
     # The policy also survives the eviction of the inode, and a drop_caches that empties the pool.
     guest.sh("sync && echo 3 >/proc/sys/vm/drop_caches && echo 2 >/proc/sys/vm/drop_caches", 60)
@@ -149,13 +159,7 @@ def test_never_policy_empties_the_pool_and_default_policy_allows_puts(
     # With the default policy, the pages of the file are put again.
     assert say(guest, f"policy {path} default")["never"] == 0
     assert checksums(guest, [path]) == {path: sums[path]}
-
-    def put_again() -> bool:
-        # The host creates a new pool for the emptied one in the background.
-        evict(guest, [path])
-        return held(guest) > PAGES * 9 // 10
-
-    until(put_again, 60, "pages of the file are put again")
+    wait_held(guest, path)
     before = stats(guest)
     assert checksums(guest, [path]) == {path: sums[path]}
     assert stats(guest)["hits"] - before["hits"] > PAGES * 9 // 10
@@ -165,8 +169,8 @@ def test_policy_ends_when_its_file_is_deleted_or_unmounted(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     guest, sums = start(session, kernel, module)
-    kept = next(iter(sums))
-    guest.sh(f"{COMMAND} policy {kept} never")
+    first = next(iter(sums))
+    guest.sh(f"{COMMAND} policy {first} never")
     # A new file whose inode number belonged to a deleted file has the default policy.
     numbers = set()
     for turn in range(3):
@@ -179,7 +183,7 @@ def test_policy_ends_when_its_file_is_deleted_or_unmounted(
     assert len(numbers) < 3, "the file system reused no inode number, so nothing was tested"
     # tmem-guest sets the policy of all files below a directory. It neither follows nor counts
     # symbolic links.
-    guest.sh(f"mkdir -p {WHERE}/d/e && ln -s {kept} {WHERE}/d/link && mkfifo {WHERE}/d/fifo")
+    guest.sh(f"mkdir -p {WHERE}/d/e && ln -s {first} {WHERE}/d/link && mkfifo {WHERE}/d/fifo")
     guest.sh(f"for i in 1 2 3; do echo $i >{WHERE}/d/$i; echo $i >{WHERE}/d/e/$i; done; sync")
     answer = say(guest, f"policy {WHERE}/d never")
     assert (answer["files"], answer["never"], answer["errors"]) == (6, 6, 0)
@@ -189,7 +193,7 @@ def test_policy_ends_when_its_file_is_deleted_or_unmounted(
     # Policies are not stored on the disk, so they end with the mount.
     guest.sh(f"umount {WHERE}")
     guest.mount("data", WHERE)
-    assert say(guest, f"policy {WHERE}/d {kept}")["never"] == 0
+    assert say(guest, f"policy {WHERE}/d {first}")["never"] == 0
 
 
 def test_policies_survive_a_switched_off_mount(
@@ -197,18 +201,18 @@ def test_policies_survive_a_switched_off_mount(
 ) -> None:
     """A mount that is switched off and on keeps its policies, also those that are set meanwhile."""
     guest, sums = start(session, kernel, module)
-    kept, taken_back, meanwhile = list(sums)[:3]
-    guest.sh(f"{COMMAND} policy {kept} {taken_back} never")
+    first, taken_back, meanwhile = list(sums)[:3]
+    guest.sh(f"{COMMAND} policy {first} {taken_back} never")
     mount = Mount(guest, WHERE)
     mount.switch(False)
     assert say(guest, f"policy {meanwhile} never")["never"] == 1
     assert say(guest, f"policy {taken_back} default")["default"] == 1
-    assert say(guest, f"policy {kept}")["never"] == 1
+    assert say(guest, f"policy {first}")["never"] == 1
     mount.switch(True)
     mount.wait()
-    for path, never in ((kept, 1), (meanwhile, 1), (taken_back, 0)):
+    for path, never in ((first, 1), (meanwhile, 1), (taken_back, 0)):
         assert say(guest, f"policy {path}")["never"] == never, f"{path} has the wrong policy"
-    for path in (kept, meanwhile):
+    for path in (first, meanwhile):
         before = stats(guest)
         after = evict(guest, [path])
         assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
