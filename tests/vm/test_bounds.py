@@ -44,9 +44,9 @@ POOLS_FREED_MAX = 1024
 # RAM of a guest whose hash table takes three times as much memory as ENTRY_BYTES, the limit of the
 # entries.
 LARGE_RAM = 2048 * MIB
-ENTRY_BYTES = 128 << 10
+ENTRY_BYTES = 32 << 10
 # Size of the part of a file that is read at a time, and maximum number of these parts.
-PART_MIB, PARTS_MAX = 2, 60
+PART_MIB, PARTS_MAX = 2, 20
 
 
 def parameter(guest: Guest, name: str) -> str:

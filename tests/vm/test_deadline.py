@@ -247,8 +247,7 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
         assert state(guest) == "tripped"
         liar.delay_seconds = 0.0
         wait_state(guest, "on")
-        guest.sh("echo 1 >/proc/sys/vm/drop_caches")
-        after = settle(guest)
+        after = hold(guest, FILE, 6, create=False)
         assert checksums(guest, [FILE]) == sums
         assert stats(guest)["requests_get"] > after["requests_get"]
 
