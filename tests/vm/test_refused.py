@@ -127,7 +127,9 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     guest = boot(session, kernel, module, "dm_mod", "dm_crypt", "raid1", "loop", other=other)
     device = f"/dev/{guest.disk('other')}"
     secret = guest.sh(f"{DM} secret 0 {SECTORS} crypt 'aes-xts-plain64 {KEY} 0 {device} 0'").strip()
-    guest.sh(f"mkdir {INNER} && mke2fs -q {secret} && mount -t ext4 {secret} {INNER}", 60)
+    guest.sh(
+        f"mkdir {INNER} && mke2fs -q -b {BLOCK} {secret} && mount -t ext4 {secret} {INNER}", 60
+    )
     write(guest, f"{INNER}/f")
     check_refused(guest, CRYPT_REASON)
     gone(guest)
@@ -138,7 +140,7 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     linear = guest.sh(
         f"{DM} upper 0 {half} linear '{device} 0' {half} {half} linear '{secret} {half}'"
     ).strip()
-    guest.sh(f"mke2fs -q {linear} && mount -t ext4 {linear} {INNER}", 60)
+    guest.sh(f"mke2fs -q -b {BLOCK} {linear} && mount -t ext4 {linear} {INNER}", 60)
     write(guest, f"{INNER}/f")
     check_refused(guest, CRYPT_REASON)
     gone(guest)
@@ -228,7 +230,7 @@ def test_devices_with_integrity_tags_are_refused(
         f"{DM} tagged 0 {SECTORS // 4 * 3} integrity"
         f" '{device} 0 - D 2 internal_hash:sha256 recalculate'"
     ).strip()
-    guest.sh(f"mkdir {INNER} && mke2fs -q {node} && mount -t ext4 {node} {INNER}", 60)
+    guest.sh(f"mkdir {INNER} && mke2fs -q -b {BLOCK} {node} && mount -t ext4 {node} {INNER}", 60)
     write(guest, f"{INNER}/f")
     check_refused(guest, "dm-0 uses the integrity target; allow_encrypted=1")
     gone(guest)
@@ -243,7 +245,7 @@ def test_dm_linear_targets_are_served(session: Session, kernel: Kernel, module: 
     lower = guest.sh(f"{DM} lower 0 {half} linear '{device} 0'").strip()
     upper = guest.sh(f"{DM} upper 0 {half} linear '{lower} 0'").strip()
     guest.sh(f"{DM} swap 0 {half} crypt 'aes-xts-plain64 {KEY} 0 {device} {half}'")
-    guest.sh(f"mkdir {INNER} && mke2fs -q {upper} && mount -t ext4 {upper} {INNER}", 60)
+    guest.sh(f"mkdir {INNER} && mke2fs -q -b {BLOCK} {upper} && mount -t ext4 {upper} {INNER}", 60)
     check_served(guest)
     assert state(guest) == "on"
 
@@ -284,7 +286,7 @@ def test_ext4_that_may_store_files_in_inodes_is_refused(
     gone(guest)
     guest.sh(f"mount -t ext4 {nodes['other']} {INNER}", 60)
     write(guest, f"{INNER}/f")
-    check_served(guest)
+    known(guest).wait("on")
     guest.sh(f"umount {INNER}", 60)
     # With this option, ext4 does not use the first superblock, which the driver reads.
     guest.sh(f"mount -t ext4 -o ro,sb={BACKUP_SUPERBLOCK_KIB} {nodes['other']} {INNER}", 60)
