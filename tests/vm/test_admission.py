@@ -258,7 +258,7 @@ def test_each_refusal_reason_has_its_own_counter(
     assert evict("/dev/null") == {"puts_skipped_folio": 1}
 
     guest.sh(f"{COMMAND} policy /mnt/never never")
-    assert set(evict("/mnt/never")) == {"puts_skipped_inode"}
+    assert set(evict("/mnt/never")) == {"puts_dropped_policy"}
     # The pages of a hole were not transferred, so they have no record.
     assert set(evict("/mnt/hole")) == {"puts_skipped_block"}
     daemon.pause()

@@ -46,7 +46,6 @@ ZONED_SINCE = (6, 15)
 KEY = "0123456789abcdef" * 8
 CRYPTO = ("xts", "ecb", "aes_generic", "sha256_generic")
 CRYPT_REASON = "dm-0 uses the crypt target; allow_encrypted=1"
-BACKUP_SUPERBLOCK_KIB = 8193  # of an ext4 with blocks of 1 KiB
 
 
 def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: Path) -> Guest:
@@ -270,28 +269,22 @@ def test_untested_block_sizes_and_realtime_xfs_are_refused(
     check_served(guest)
 
 
-def test_ext4_that_may_store_files_in_inodes_is_refused(
+def test_ext4_that_may_store_files_in_inodes_is_served(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """The driver serves no ext4 with inline_data, or with unknown features, on any request."""
+    """Reads of small files in inodes are no bios, and other files have blocks."""
     data = disk.ext4(session.directory / "inline.img", OTHER_BYTES, None, "-O", "inline_data")
-    other = disk.ext4(session.directory / "other.img", OTHER_BYTES, None, "-b", "1024")
-    guest = boot(session, kernel, module, inline=data, other=other)
-    nodes = {name: f"/dev/{guest.disk(name)}" for name in ("inline", "other")}
-    guest.sh(f"mkdir {INNER} && mount -t ext4 {nodes['inline']} {INNER}", 60)
-    write(guest, f"{INNER}/f")
-    check_refused(guest, "ext4 has the feature inline_data; make it again without this feature")
-    reload(guest, "allow_untested=1 allow_encrypted=1")
-    check_refused(guest, "ext4 has the feature inline_data; make it again without this feature")
-    gone(guest)
-    guest.sh(f"mount -t ext4 {nodes['other']} {INNER}", 60)
+    guest = boot(session, kernel, module, inline=data)
+    guest.sh(f"mkdir {INNER} && mount -t ext4 /dev/{guest.disk('inline')} {INNER}", 60)
+    small = f"{INNER}/small"
     write(guest, f"{INNER}/f")
     known(guest).wait("on")
-    guest.sh(f"umount {INNER}", 60)
-    # With this option, ext4 does not use the first superblock, which the driver reads.
-    guest.sh(f"mount -t ext4 -o ro,sb={BACKUP_SUPERBLOCK_KIB} {nodes['other']} {INNER}", 60)
-    check_refused(guest, "ext4's features cannot be read; mount it without the option sb")
-    gone(guest)
+    for content in (b"old\n", b"new\n", changed_content(small), b"small again\n"):
+        guest.put(small, content)
+        for _ in range(2):
+            guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
+            assert guest.get(small) == content
+    check_served(guest)
 
 
 def test_zoned_xfs_is_refused(session: Session, kernel: Kernel, module: Path) -> None:

@@ -278,7 +278,7 @@ def test_no_reference_is_sent_for_written_dropped_or_refused_pages(
     last = stats(guest)
     grown = growth(last, drop(guest))
     assert grown["refs"] <= last["index_retained_pages"]
-    assert grown["puts_skipped_inode"] >= PAGES * 3 // 4
+    assert grown["puts_dropped_policy"] >= PAGES * 3 // 4
     check_right(guest, sums)
 
     before = retain(guest, dict(list(sums.items())[3:]))

@@ -98,7 +98,7 @@ def test_put_and_get_events_match_the_counters(
     trace_on(guest)
     before = stats(guest)
     after = evict(guest, [path])
-    puts = [put for put in events(guest, "tmem_put") if int(put["index"]) in blocks]
+    puts = [put for put in events(guest, "tmem_put") if int(put["block"]) in blocks]
     assert all(put["pool"] == pool for put in puts)
     taken = [put for put in puts if put["reason"] == "puts"]
     assert 100 < len(taken) <= after["puts"] - before["puts"]
@@ -108,7 +108,7 @@ def test_put_and_get_events_match_the_counters(
     before = stats(guest)
     assert checksums(guest, [path]) == {path: sums[path]}
     after = stats(guest)
-    gets = [get for get in events(guest, "tmem_get") if int(get["index"]) in blocks]
+    gets = [get for get in events(guest, "tmem_get") if int(get["block"]) in blocks]
     assert sum(int(get["wanted"]) for get in gets) == after["gets"] - before["gets"] > 100
     assert sum(int(get["hits"]) for get in gets) == after["hits"] - before["hits"] > 100
     assert all(get["pool"] == pool for get in gets)
@@ -199,6 +199,6 @@ def test_poison_events_name_the_page(session: Session, kernel: Kernel, test_modu
     assert checksums(guest, [path]) == {path: sums[path]}
     poisons = events(guest, "tmem_poison")
     assert poisons and len(poisons) == stats(guest)["mismatches"]
-    assert all(int(poison["index"]) in blocks for poison in poisons)
+    assert all(int(poison["block"]) in blocks for poison in poisons)
     assert all("reason=content check" in poison[""] for poison in poisons)
     wait_state(guest, "poisoned")
