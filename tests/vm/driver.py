@@ -67,10 +67,6 @@ ONLINE_SECONDS = 60.0
 HELD_SECONDS = 60.0
 
 
-# Value of the module parameter "blocks" in tests that do not set it.
-BLOCKS = os.environ.get("TMEM_BLOCKS", "")
-
-
 def seed() -> int:
     """Returns the seed of this run, TMEM_SEED or a new one, and prints it."""
     named = os.environ.get("TMEM_SEED")
@@ -121,8 +117,6 @@ def load(
 ) -> None:
     """Mounts the data disk, loads the module and waits until the driver caches the disk's files."""
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
-    if BLOCKS and "blocks=" not in parameters:
-        parameters += f" blocks={BLOCKS}"
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} {parameters}")
     if online:
         wait_state(guest, "on")

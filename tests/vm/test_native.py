@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 from driver import (
-    BLOCKS,
     DISK_BYTES,
     HOOKS,
     PATIENT,
@@ -84,8 +83,6 @@ def native_vm(
 
     The guest is connected to the daemon by `proxy`, or directly.
     """
-    if BLOCKS and "blocks=" not in parameters:
-        parameters += f" blocks={BLOCKS}"
     image = fs.make(session.directory / "data.img", DISK_BYTES)
     daemon = daemon or start_daemon(session)
     return session.native_vm(
