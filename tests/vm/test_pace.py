@@ -35,7 +35,7 @@ RAM_BYTES = 192 * MIB
 FILE_MIB = 320  # more than the RAM, so that kswapd evicts while the file is read
 FILE = f"{WHERE}/file"
 PATCH = "/patch.ko"
-SPARSE_MIB = 400  # more than the RAM of any guest of these tests
+LARGE_MIB = 400  # more than the RAM of any guest of these tests
 # Longest wait of kswapd (PACE_US_MAX), and budget of all its waits (PACE_SHARE, PACE_BURST_US).
 WAIT_SECONDS = 0.002
 WAIT_SHARE = 4
@@ -84,13 +84,14 @@ def seconds(guest: Guest) -> float:
 
 def check_waits_for_silent_host(guest: Guest, daemon: Daemon) -> None:
     """Checks that kswapd waits for a host that takes no page, if the hook `reclaim` is on."""
-    guest.sh(f"truncate -s {SPARSE_MIB}M {WHERE}/sparse")
+    large = f"{WHERE}/large"
+    guest.sh(f"dd if=/dev/zero of={large} bs=1M count={LARGE_MIB} conv=fsync 2>/dev/null", 300)
     daemon.pause()
     waits = []
     for hooks_off in ("reclaim", ""):
         set_parameter(guest, "test_hooks_off", hooks_off)
         before = stats(guest)
-        guest.sh(f"cat {WHERE}/sparse >/dev/null", 120)
+        guest.sh(f"cat {large} >/dev/null", 120)
         after = stats(guest)
         assert after["puts_dropped_ring_full"] > before["puts_dropped_ring_full"]
         waits.append(after["pace_waits"] - before["pace_waits"])
@@ -215,10 +216,9 @@ def test_registered_task_does_not_wait_when_an_allocation_reclaims(
     group = f"{CGROUPS}/small"
     guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control; mkdir {group}")
     guest.sh(f"echo 16M >{group}/memory.max")
-    guest.sh(f"truncate -s {SPARSE_MIB}M {WHERE}/sparse")
     before = settle(guest)
     daemon.pause()
-    guest.sh(f"echo $$ >{group}/cgroup.procs; exec {RECLAIM} read {WHERE}/sparse", 120)
+    guest.sh(f"echo $$ >{group}/cgroup.procs; exec {RECLAIM} read {FILE}", 120)
     grown = growth(before, stats(guest))
     daemon.resume()
     print(grown)
