@@ -46,17 +46,6 @@ pub fn of(guest: usize, version: Version) -> Content {
     }
 }
 
-/// Bit that is set in the version to get the content of a page whose bytes behind the end of the
-/// file are not zero.
-const BEHIND_END: Version = 1 << 31;
-
-/// Returns the content of a guest's version if the bytes behind the end of the file are not zero. A
-/// content cannot be changed in part, so all bytes of the page differ from those of [`of`].
-#[must_use]
-pub fn with_bytes_behind_end(guest: usize, version: Version) -> Content {
-    Content::Noise((MARK + guest as u64) << 48 | u64::from(version | BEHIND_END))
-}
-
 /// Returns the guest whose private page begins with this word, if any.
 #[must_use]
 pub fn owner(first_word: u64) -> Option<usize> {

@@ -4,16 +4,17 @@
 //! entries, changes the generation and sends requests is that of `guest-driver/core/`. Its periods
 //! are simpler.
 //!
-//! The index decides: the driver never requests a page that is not in the index, and erasing an
+//! The index decides: the driver never requests a block that is not in the index, and erasing an
 //! entry cannot fail. All state of the driver is in the guest's memory, so a rollback of the guest
-//! to a snapshot also restores the driver. Out of scope: files and their contents.
+//! to a snapshot also restores the driver. Out of scope: files, bios, and their contents.
 
 mod control;
 mod gets;
 mod puts;
+mod records;
 mod refs;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -21,8 +22,9 @@ use tmem_model::driver::queue_of;
 use tmem_model::{Content, Request};
 use virtio_tmem as wire;
 
-use self::gets::{Get, Reader};
+use self::gets::{Fetch, Get};
 use self::puts::{PutBatch, Range, Slot};
+use self::records::Records;
 use self::refs::Ref;
 use crate::mutation::Mutation;
 use crate::oracle::Oracle;
@@ -30,11 +32,11 @@ use crate::transport::{
     BOUNCE, CONTROLS, GETS, PUT_SLOTS, PUTS, PendingRequest, QUERIES, Tag, Transport,
 };
 
-/// Longest time in nanoseconds that a reader waits for the device.
+/// Longest time in nanoseconds that a fetch waits for the device.
 pub const DEADLINE_NS: u64 = 20_000_000;
 /// Interval in nanoseconds at which the driver sends a report.
 const REPORT_NS: u64 = 1_000_000_000;
-/// Number of late reads in a row after which the driver's breaker stops gets.
+/// Number of late fetches in a row after which the driver's breaker stops gets.
 const LATE_ROW_MAX: u32 = 3;
 /// Time in nanoseconds after which the driver gives up a control request that is not answered.
 const CONTROL_NS: u64 = 1_000_000_000;
@@ -42,17 +44,24 @@ const CONTROL_NS: u64 = 1_000_000_000;
 /// Minimum time in nanoseconds between two GENERATION requests, after which an answer is late.
 const QUERY_NS: u64 = 1_000_000_000;
 
-/// Inode number of a file and index of a page in the file.
-pub type FilePage = (u32, u64);
+/// Number of a block of the disk, of the size of a page.
+pub type Block = u64;
+/// Number of blocks of an object, as a power of two. The kernel module uses 2^18.
+const OBJECT_BITS: u32 = 10;
 
-/// Entry of the driver's index: a page that the device may have.
+/// Returns the page index of a block in its object.
+fn index_of(block: Block) -> u64 {
+    block & ((1 << OBJECT_BITS) - 1)
+}
+
+/// Entry of the driver's index: a block that the device may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Entry {
     cookie: u64,
-    /// Contents of the page. The kernel module stores a checksum here instead.
+    /// Contents of the block. The kernel module stores a checksum here instead.
     content: Content,
-    /// Whether the guest has the page in its page cache and the device may have retained it.
-    /// Otherwise the entry is "held": only the device may have the page.
+    /// Whether the guest has got the block and the device may have retained it. Otherwise the entry
+    /// is "held": a get may request it.
     retained: bool,
 }
 
@@ -102,9 +111,12 @@ pub struct DriverModel {
     controls: [control::Control; CONTROLS],
     report_at_ns: u64,
     cookie_last: u64,
-    objects: BTreeMap<u32, u64>,
+    /// Ids of objects, by the upper bits of their blocks.
+    objects: BTreeMap<u64, u64>,
     object_last: u64,
-    index: BTreeMap<FilePage, Entry>,
+    index: BTreeMap<Block, Entry>,
+    /// What the driver knows of the disk from transfers.
+    pub records: Records,
     /// Whether the driver uses retained pages, because `VIRTIO_TMEM_F_RETAIN` is negotiated.
     retain: bool,
     /// References (REF) to retained pages that wait to be sent, for each queue.
@@ -113,14 +125,9 @@ pub struct DriverModel {
     referring: Vec<Vec<Ref>>,
     /// Latest results of references (REF), newest first. True means GONE.
     gone: VecDeque<bool>,
-    /// Page whose contents had changed when it was evicted, although its index entry was still
-    /// retained. Each change must erase the entry, so this is a failure.
-    changed: Option<FilePage>,
-    /// Inodes of marked files, whose cached pages may differ from the disk. The driver puts none of
-    /// their pages.
-    bypass: BTreeSet<u32>,
-    /// Whether the mounted file system is registered with the driver's hooks.
-    known: bool,
+    /// Block whose contents had changed when a page of it was evicted, although its index entry was
+    /// still retained. Each write must erase the entry, so this is a failure.
+    changed: Option<Block>,
     put_slots_free: Vec<u64>,
     slots: Vec<Vec<Slot>>,
     batches: Vec<[Option<PutBatch>; PUTS]>,
@@ -128,8 +135,8 @@ pub struct DriverModel {
     flushing: Vec<bool>,
     gets: [Get; GETS],
     bounce_free: Vec<u64>,
-    readers: BTreeMap<u64, Reader>,
-    reader_last: u64,
+    fetches: BTreeMap<u64, Fetch>,
+    fetch_last: u64,
     late_row: u32,
     tripped: bool,
     probing: bool,
@@ -169,13 +176,12 @@ impl DriverModel {
             objects: BTreeMap::new(),
             object_last: 1,
             index: BTreeMap::new(),
+            records: Records::new(mutation),
             retain: retain || mutation == Some(Mutation::RetainUnnegotiated),
             refs: vec![Vec::new(); queues],
             referring: vec![Vec::new(); queues],
             gone: VecDeque::new(),
             changed: None,
-            bypass: BTreeSet::new(),
-            known: true,
             put_slots_free: transport.layout.put_slots.clone(),
             slots: vec![Vec::new(); queues],
             batches: (0..queues).map(|_| [const { None }; PUTS]).collect(),
@@ -184,8 +190,8 @@ impl DriverModel {
             gets: [Get::Free; GETS],
             bounce_free: transport.layout.bounce.clone(),
             transport,
-            readers: BTreeMap::new(),
-            reader_last: 0,
+            fetches: BTreeMap::new(),
+            fetch_last: 0,
             late_row: 0,
             tripped: false,
             probing: false,
@@ -206,23 +212,22 @@ impl DriverModel {
         self.index.len()
     }
 
-    /// Returns whether a request is in flight, a put waits to be sent, or a reader waits.
+    /// Returns whether a request is in flight, a put waits to be sent, or a fetch waits.
     pub fn busy(&self) -> bool {
         self.transport.in_flight() > 0
             || self.slots.iter().any(|slots| !slots.is_empty())
-            || !self.readers.is_empty()
+            || !self.fetches.is_empty()
     }
 
-    /// Returns whether the index has the page as held, which means that only the device may have
-    /// it.
-    pub fn holds(&self, page: FilePage) -> bool {
-        self.index.get(&page).is_some_and(|entry| !entry.retained)
+    /// Returns whether a get may request the block.
+    pub fn holds(&self, block: Block) -> bool {
+        self.index.get(&block).is_some_and(|entry| !entry.retained)
     }
 
-    /// Erases the index entry of a page if the entry has this cookie.
-    fn erase_cookie(&mut self, page: FilePage, cookie: u64) {
-        if self.index.get(&page).is_some_and(|e| e.cookie == cookie) {
-            self.index.remove(&page);
+    /// Erases the index entry of a block if the entry has this cookie.
+    fn erase_cookie(&mut self, block: Block, cookie: u64) {
+        if self.index.get(&block).is_some_and(|e| e.cookie == cookie) {
+            self.index.remove(&block);
         }
     }
 
@@ -236,13 +241,11 @@ impl DriverModel {
         queue_of(self.transport.queues(), object, index)
     }
 
-    fn object(&mut self, inode: u32) -> u64 {
-        if let Some(object) = self.objects.get(&inode) {
-            return *object;
-        }
-        self.object_last += 1;
-        self.objects.insert(inode, self.object_last);
-        self.object_last
+    fn object(&mut self, block: Block) -> u64 {
+        let next = self.object_last + 1;
+        let object = *self.objects.entry(block >> OBJECT_BITS).or_insert(next);
+        self.object_last = self.object_last.max(object);
+        object
     }
 
     fn send(&mut self, port: &mut Port<'_>, queue: usize, pending: PendingRequest, probe: bool) {
@@ -315,83 +318,68 @@ impl DriverModel {
         self.query_wanted |= status == wire::S_STALE;
     }
 
-    /// Erases the index entries of the pages `from..=to` of a file, so that the driver does not
-    /// request these pages. The driver sends a flush of the pages later, or never.
-    pub fn invalidate(&mut self, inode: u32, from: u64, to: u64) {
-        self.invalidate_except(inode, from, to, &[]);
-    }
-
-    /// Invalidates a page, because it was overwritten in the page cache.
-    pub fn written(&mut self, inode: u32, page: u64) {
-        let kept = [Mutation::RetainedKeptAtWrite, Mutation::RetainedUnchecked];
-        self.invalidate_except(inode, page, page, &kept);
-    }
-
-    /// Invalidates the pages from `from` on, because the file was truncated.
-    pub fn truncated(&mut self, inode: u32, from: u64) {
-        let kept = [Mutation::RetainedKeptAtTruncate];
-        self.invalidate_except(inode, from, u64::MAX, &kept);
-    }
-
-    /// Erases the index entries of the pages `from..=to`. Keeps retained entries if the simulated
-    /// driver breaks one of the rules in `kept`.
-    fn invalidate_except(&mut self, inode: u32, from: u64, to: u64, kept: &[Mutation]) {
-        let keeps = self.mutation.is_some_and(|m| kept.contains(&m));
-        let gone: Vec<FilePage> = self
-            .index
-            .range((inode, from)..=(inode, to))
-            .filter(|(_, entry)| !(entry.retained && keeps))
-            .map(|(page, _)| *page)
-            .collect();
-        for page in &gone {
-            self.index.remove(page);
-        }
-        if !gone.is_empty() {
-            self.remember_flush(inode, from, to);
-        }
-    }
-
-    /// Forgets a file that was deleted or replaced. From now on its inode number stands for another
-    /// object.
-    pub fn forget_inode(&mut self, inode: u32) {
-        self.invalidate(inode, 0, u64::MAX);
-        self.objects.remove(&inode);
-        self.bypass.remove(&inode);
-    }
-
-    /// Marks a file: erases its index entries. The driver puts no page of the file while it is
-    /// marked.
-    pub fn bypass(&mut self, inode: u32) {
-        if !self.known {
+    /// Erases the index entries of blocks that a write touches, before the disk sees it. The driver
+    /// sends a flush of the blocks later, or never.
+    pub fn forget_blocks(&mut self, blocks: &[Block]) {
+        if !self.records.known || self.is(Mutation::EntryKeptAtWrite) {
             return;
         }
-        if !self.is(Mutation::EntryKeptAtDirectWrite) {
-            let kept = [
-                Mutation::RetainedKeptAtDirectWrite,
-                Mutation::MarkIgnoredByRetained,
-            ];
-            self.invalidate_except(inode, 0, u64::MAX, &kept);
+        for &block in blocks {
+            let keeps =
+                self.is(Mutation::RetainedKeptAtWrite) || self.is(Mutation::RetainedUnchecked);
+            let entry = self.index.get(&block);
+            if entry.is_some_and(|entry| !(entry.retained && keeps)) {
+                self.index.remove(&block);
+                self.remember_flush(block);
+            }
         }
-        self.bypass.insert(inode);
     }
 
-    /// Clears the mark of a file, so that the driver puts its pages again.
-    pub fn unbypass(&mut self, inode: u32) {
-        self.bypass.remove(&inode);
+    /// Ends the interval in which all writes are seen, and erases everything that is known of the
+    /// disk.
+    pub fn end_interval(&mut self, failed: bool) {
+        self.records.end_interval(failed);
+        self.erase_all();
     }
 
-    /// Mounts the file system without registering it with the hooks.
-    pub fn hide(&mut self) {
-        self.known = false;
+    fn erase_all(&mut self) {
+        self.records.erase_all();
+        self.forget_all();
     }
 
-    /// Registers the file system with the hooks. Marks the files `suspects`, which may have changed
-    /// before the registration.
-    pub fn register(&mut self, suspects: impl IntoIterator<Item = u32>) {
-        if !self.known && !self.is(Mutation::LateMountUnmarked) {
-            self.bypass.extend(suspects);
+    /// Erases all index entries, also before a hibernation.
+    pub fn forget_all(&mut self) {
+        let blocks: Vec<Block> = self.index.keys().copied().collect();
+        self.index.clear();
+        blocks.into_iter().for_each(|b| self.remember_flush(b));
+    }
+
+    /// Ends the interval until the unmount, because a write has failed that the disk may execute
+    /// later.
+    pub fn write_failed(&mut self) {
+        if !self.is(Mutation::FailureForgotten) {
+            self.end_interval(true);
         }
-        self.known = true;
+    }
+
+    /// Returns whether the driver records writes that have failed, which breaks a rule.
+    pub fn records_failures(&self) -> bool {
+        self.is(Mutation::FailureRecorded)
+    }
+
+    /// Begins an interval. `drained` is whether no transfer is in flight that began before.
+    pub fn begin_interval(&mut self, drained: bool) {
+        self.records.begin_interval();
+        if (drained || self.is(Mutation::UndrainedStart)) && self.records.drained() {
+            self.erase_all();
+        }
+    }
+
+    /// Erases the records, because the disk was written while the guest hibernated.
+    pub fn resume(&mut self) {
+        if !self.is(Mutation::RecordKeptOverResume) {
+            self.records.erase_all();
+        }
     }
 }
 

@@ -47,7 +47,8 @@ fn arguments() -> Result<Arguments, String> {
             "--seeds" => out.seeds = number()?,
             "--threads" => out.threads = number()? as usize,
             "--mutation" => {
-                let known = Mutation::ALL.map(|m| format!("{m:?}")).join(", ");
+                let known = Mutation::ALL.iter().map(|m| format!("{m:?}"));
+                let known = known.collect::<Vec<_>>().join(", ");
                 let named = Mutation::named(&value);
                 out.mutation = Some(named.ok_or(format!(
                     "unknown mutation {value}: the mutations are {known}"

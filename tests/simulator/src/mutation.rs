@@ -6,9 +6,29 @@
 //! device, the simulator changes the answers or the requests of the real daemon. The daemon itself
 //! is never changed.
 
-/// Rule that the simulator breaks on purpose. One of the simulator's checks must then fail.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Mutation {
+macro_rules! mutations {
+    ($($(#[$doc:meta])+ $name:ident,)+) => {
+        /// Rule that the simulator breaks on purpose. One of the simulator's checks must then fail.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Mutation {
+            $($(#[$doc])+ $name,)+
+        }
+
+        impl Mutation {
+            /// All rules that can be broken on purpose.
+            pub const ALL: &[Mutation] = &[$(Mutation::$name,)+];
+
+            /// Returns the mutation (broken rule) with this name, if there is one.
+            #[must_use]
+            pub fn named(name: &str) -> Option<Mutation> {
+                let mut all = Mutation::ALL.iter().copied();
+                all.find(|mutation| format!("{mutation:?}") == name)
+            }
+        }
+    };
+}
+
+mutations! {
     /// A reset does not reach the device, which keeps its generation and its pages.
     GenerationKept,
     /// The device numbers its generations 1, 2, 3 instead of drawing random ones.
@@ -55,14 +75,28 @@ pub enum Mutation {
     EntryKeptAtGet,
     /// The driver keeps the index entry of a put that was dropped or refused.
     EntryKeptAtDrop,
-    /// The driver keeps the index entries of pages that a direct write changed.
-    EntryKeptAtDirectWrite,
-    /// A put clears the mark of a file that has no direct writer, although pages are still cached.
-    MarkClearedAtPut,
-    /// The driver learns of a mount late, and does not mark files that may have changed before.
-    LateMountUnmarked,
-    /// The driver keeps the index entries of truncated pages.
-    EntryKeptAtTruncate,
+    /// The driver keeps the index entries of blocks that a write touches.
+    EntryKeptAtWrite,
+    /// The driver keeps the records of blocks that a write touches.
+    RecordKeptAtWrite,
+    /// The driver puts a page while a write of its block is in flight.
+    PutDuringWrite,
+    /// The driver uses the answer to a get although a write of the block has begun since.
+    GetDuringWrite,
+    /// The driver records a read although a write of the block began or ended meanwhile.
+    ReadRecordedOverWrite,
+    /// The driver records a write that has failed.
+    FailureRecorded,
+    /// The driver continues after a write that has failed, although the disk may execute it later.
+    FailureForgotten,
+    /// The driver puts an evicted page for the block of its hint, without a comparison with the
+    /// record.
+    HintTrusted,
+    /// The driver uses a disk before all writes have ended that it did not see begin.
+    UndrainedStart,
+    /// The driver keeps its records over a hibernation, whose image is written after the snapshot of
+    /// the memory.
+    RecordKeptOverResume,
     /// The driver uses the contents of pages that the device answered with MISS.
     MissTaken,
     /// The driver uses bounce pages again before the device has returned them.
@@ -77,29 +111,17 @@ pub enum Mutation {
     NeighbourShown,
     /// The driver sets bits of `retain` and sends REFs although the feature is not negotiated.
     RetainUnnegotiated,
-    /// The driver keeps the retained index entry of a page that is overwritten.
+    /// The driver keeps the retained index entry of a block that a write touches.
     RetainedKeptAtWrite,
-    /// The driver keeps the retained index entries of truncated pages.
-    RetainedKeptAtTruncate,
-    /// The driver keeps the retained index entries of pages that a direct write changed.
-    RetainedKeptAtDirectWrite,
     /// The driver keeps retained index entries when the file system is unmounted.
     RetainedKeptAtUnmount,
     /// The driver keeps the retained index entries of a get that was not answered in time.
     RetainedKeptAtDeadline,
-    /// The driver does not erase the retained index entry of a page that is overwritten. It does
-    /// not compare the contents either when the page is evicted.
+    /// The driver does not erase the retained index entry of a block that a write touches. It does
+    /// not compare the contents either when a page of the block is evicted.
     RetainedUnchecked,
-    /// Marking a file does not erase its retained index entries. When such a page is evicted, its
-    /// entry still becomes a held entry: an entry whose page a get may request.
-    MarkIgnoredByRetained,
-    /// An eviction inserts a held entry for a page whose index entry was erased after the eviction
-    /// began.
-    HeldAfterErase,
     /// When the driver takes the answer to a get, it adds an index entry for each retained page.
     EntryAddedAtAnswer,
-    /// The driver lets the device retain the page that contains the end of a file.
-    EndRetained,
     /// The driver sends references (REF) of an earlier generation.
     StaleRefSent,
     /// The driver keeps the index entry of a page whose REF was answered with GONE.
@@ -110,64 +132,4 @@ pub enum Mutation {
     GoneKeepsPage,
     /// The device answers each hit with the flag RETAINED, even if it does not retain the page.
     RetainedFlagAlways,
-}
-
-impl Mutation {
-    /// All rules that can be broken on purpose.
-    pub const ALL: [Mutation; 48] = [
-        Mutation::GenerationKept,
-        Mutation::GenerationCounted,
-        Mutation::GenerationUnchecked,
-        Mutation::IndexKept,
-        Mutation::EpochIgnored,
-        Mutation::IndexKeptAtAnswer,
-        Mutation::GenerationUnasked,
-        Mutation::GenerationOld,
-        Mutation::CookieUnchecked,
-        Mutation::CookieRepeated,
-        Mutation::QueueAny,
-        Mutation::AnswersSwapped,
-        Mutation::DrainSkipped,
-        Mutation::HangUpIgnored,
-        Mutation::ReplaySkipped,
-        Mutation::DirtyLogLost,
-        Mutation::LastLogUnread,
-        Mutation::RefusedLeavesOld,
-        Mutation::FlushIgnored,
-        Mutation::HitKeepsPage,
-        Mutation::EntryKeptAtGet,
-        Mutation::EntryKeptAtDrop,
-        Mutation::EntryKeptAtDirectWrite,
-        Mutation::MarkClearedAtPut,
-        Mutation::LateMountUnmarked,
-        Mutation::EntryKeptAtTruncate,
-        Mutation::MissTaken,
-        Mutation::BounceReused,
-        Mutation::DeadlineMissing,
-        Mutation::PoolIdReused,
-        Mutation::TenantsMixed,
-        Mutation::NeighbourShown,
-        Mutation::RetainUnnegotiated,
-        Mutation::RetainedKeptAtWrite,
-        Mutation::RetainedKeptAtTruncate,
-        Mutation::RetainedKeptAtDirectWrite,
-        Mutation::RetainedKeptAtUnmount,
-        Mutation::RetainedKeptAtDeadline,
-        Mutation::RetainedUnchecked,
-        Mutation::MarkIgnoredByRetained,
-        Mutation::HeldAfterErase,
-        Mutation::EntryAddedAtAnswer,
-        Mutation::EndRetained,
-        Mutation::StaleRefSent,
-        Mutation::GoneIgnored,
-        Mutation::RefCookieUnchecked,
-        Mutation::GoneKeepsPage,
-        Mutation::RetainedFlagAlways,
-    ];
-
-    /// Returns the mutation (broken rule) with this name, if there is one.
-    #[must_use]
-    pub fn named(name: &str) -> Option<Mutation> {
-        Mutation::ALL.into_iter().find(|m| format!("{m:?}") == name)
-    }
 }

@@ -39,18 +39,26 @@ pub enum Step {
     Evict(u8, u8, u8, u8),
     /// A guest truncates a file. The fields are guest, file and first truncated page.
     Truncate(u8, u8, u8),
-    /// A guest deletes a file. The fields are guest and file.
-    Delete(u8, u8),
-    /// A guest writes a page past the page cache. The fields are guest, file and page.
+    /// Two files of a guest exchange a block, and cached pages stay. The fields are guest, file and
+    /// page.
+    Exchange(u8, u8, u8),
+    /// A failed operation changes a clean page in the page cache. The fields are guest, file and
+    /// page.
+    Zero(u8, u8, u8),
+    /// A guest begins to write a page past the page cache. The fields are guest, file and page.
     WriteDirect(u8, u8, u8),
-    /// A guest writes a page past the page cache concurrently with a reader, and the write fails in
-    /// the end. The fields are guest, file and page.
-    FailDirect(u8, u8, u8),
-    /// The last direct writer of a file closes it. The fields are guest and file.
-    Close(u8, u8),
+    /// A guest begins to write a page directly, and the driver sees the write on its way to the
+    /// disk only. The fields are guest, file and page.
+    WriteUnseen(u8, u8, u8),
+    /// The next write of a guest's disk fails. The fields are the guest, and whether the disk
+    /// executes the write later nevertheless.
+    Break(u8, bool),
+    /// The disk of a guest executes and ends some bios. The fields are the guest and the seed of
+    /// their order.
+    Disk(u8, u16),
     /// A guest unmounts the file system and mounts it again.
     Remount(u8),
-    /// A guest unmounts the file system and mounts it again. `See` registers it with the hooks
+    /// A guest unmounts the file system and mounts it again. `See` lets the driver know it
     /// later.
     RemountUnseen(u8),
     See(u8),
@@ -87,6 +95,8 @@ pub enum Step {
     /// The VMM takes a snapshot of the VM's memory and disk. `Rollback` restores it.
     Snapshot(u8),
     Rollback(u8),
+    /// The guest hibernates to a swap file, and resumes.
+    Hibernate(u8),
     /// The VM's disk is restored from the snapshot while the VM is off, and the VM boots.
     Revert(u8),
     /// The VMM begins a migration and sends the VM's memory to another host. With `Arrive` the VM
@@ -157,6 +167,10 @@ const REMEDY_WITHIN: usize = 14;
 /// Maximum number of places in a script where a guest with retained pages reads a file again.
 const REREADS_MAX: usize = 2;
 
+/// Maximum number of places in a script where steps meet on the same pages, and their number there.
+const RACES_MAX: usize = 3;
+const RACE_STEPS: std::ops::RangeInclusive<usize> = 10..=30;
+
 /// Number of kinds of faults that a seed enables or disables.
 const FAULTS: usize = 13;
 
@@ -200,10 +214,9 @@ impl Draw {
             97..=101 => Step::WriteBack(guest, file),
             102..=121 => Step::Evict(guest, file, page, self.rng.u8(1..=PAGES as u8)),
             122 => Step::Truncate(guest, file, page),
-            123 => Step::Delete(guest, file),
-            124 => Step::WriteDirect(guest, file, page),
-            125 => Step::FailDirect(guest, file, page),
-            126 | 127 => Step::Close(guest, file),
+            123 | 124 => Step::Exchange(guest, file, page),
+            125 => Step::WriteDirect(guest, file, page),
+            126 | 127 => Step::Disk(guest, self.rng.u16(..)),
             128 => match self.rng.bool() {
                 true => Step::Remount(guest),
                 false => Step::RemountUnseen(guest),
@@ -255,7 +268,7 @@ impl Draw {
             ],
             3 => &[read(3), Step::Truncate(guest, file, page)],
             4 => &[read(3), Step::WriteDirect(guest, file, page)],
-            5 => &[read(3), Step::FailDirect(guest, file, page)],
+            5 => &[read(3), Step::Zero(guest, file, page)],
             6 => &[read(3), Step::Remount(guest)],
             7 => &[read(0), Step::Time(21_000)],
             8 => &[
@@ -268,11 +281,74 @@ impl Draw {
             _ => &[read(3)],
         };
         steps.extend(changes);
-        steps.extend([evict, Step::Close(guest, file)]);
+        steps.push(Step::Disk(guest, self.rng.u16(..)));
+        steps.push(evict);
         if self.rng.bool() {
             steps.extend((0..2).map(|_| Step::Serve(self.rng.u16(..))));
         }
         steps.push(read(3));
+        steps
+    }
+
+    /// Returns steps in which the device refuses puts of blocks of which it has older pages, and is
+    /// asked for these.
+    fn refusal(&mut self, guest: u8, file: u8, page: u8) -> Vec<Step> {
+        let disk = Step::Disk(guest, 0);
+        let put = [disk, disk, Step::Evict(guest, file, page, 4)];
+        let served = [0, 1].map(|_| Step::Serve(self.rng.u16(..)));
+        let mut steps = vec![Step::Read(guest, file, page, 4, 3)];
+        steps.extend(put.into_iter().chain(served));
+        steps.extend([0, 1].map(|host| Step::FreezeVm(host, guest)));
+        steps.push(Step::Write(guest, file, page, 4));
+        steps.push(Step::WriteBack(guest, file));
+        steps.extend(put.into_iter().chain(served));
+        steps.extend([0, 1].map(|host| Step::ThawVm(host, guest)));
+        steps.extend([0, 1, 2].map(|_| Step::AskOld(guest, self.rng.u16(..))));
+        steps.extend(served);
+        steps
+    }
+
+    /// Returns steps that transfer, evict and change the same pages of a file, in any order.
+    fn race(&mut self, guest: u8) -> Vec<Step> {
+        let (file, page) = (self.file(), self.page());
+        let write = Step::WriteDirect(guest, file, page);
+        let read = Step::Read(guest, file, page, 2, 0);
+        let rounds = (0..2).flat_map(|h| (0..2).map(move |w| Step::Round(h, w)));
+        let mut steps: Vec<Step> = match self.rng.u8(..6) {
+            0 => {
+                // The driver gets a pool, and learns of the mount while a write is in flight.
+                let online = rounds.chain([Step::Run(guest)]);
+                let twice = online.clone().chain(online);
+                let mut steps = vec![Step::RemountUnseen(guest), Step::Run(guest)];
+                steps.extend(twice.chain([write, Step::See(guest), read]));
+                steps
+            }
+            1 => vec![Step::Break(guest, true), write, Step::Disk(guest, 0)],
+            2 => vec![write, read],
+            3 => self.refusal(guest, file, page),
+            _ => vec![],
+        };
+        for _ in 0..self.rng.usize(RACE_STEPS) {
+            let salt = self.rng.u16(..);
+            steps.push(match self.rng.u8(..22) {
+                0..=4 => Step::Read(guest, file, page, 2, self.rng.u8(..2) * 3),
+                5..=8 => Step::Evict(guest, file, page, 2),
+                9..=13 => Step::Disk(guest, salt),
+                14 => Step::Serve(salt),
+                15 | 16 => write,
+                17 => Step::Write(guest, file, page, 1),
+                18 => Step::WriteBack(guest, file),
+                19 => Step::Zero(guest, file, page),
+                20 => Step::Exchange(guest, file, page),
+                _ => match self.rng.u8(..6) {
+                    0 => Step::WriteUnseen(guest, file, page),
+                    1 => Step::RemountUnseen(guest),
+                    2 => Step::Break(guest, self.rng.bool()),
+                    3 => Step::Hibernate(guest),
+                    _ => Step::See(guest),
+                },
+            });
+        }
         steps
     }
 
@@ -393,6 +469,11 @@ impl Script {
                 let at = draw.rng.usize(4..=steps.len());
                 steps.splice(at..at, draw.reread(*guest));
             }
+        }
+        for _ in 0..draw.rng.usize(..=RACES_MAX) {
+            let guest = draw.guest();
+            let at = draw.rng.usize(4..=steps.len());
+            steps.splice(at..at, draw.race(guest));
         }
         Script { setup, steps }
     }

@@ -2,7 +2,7 @@
 //! The simulated world: hosts, guests and their time. It executes the steps of a script, one after
 //! the other.
 //!
-//! Time passes only in steps. If a reader's deadline falls into a step, the reader gives up at the
+//! Time passes only in steps. If the deadline of a fetch falls into a step, the fetch ends at the
 //! deadline. Every random number is drawn from the setup's seed and the step's own numbers. If the
 //! steps shared one stream of random numbers, leaving out a step would change all later steps.
 
@@ -21,7 +21,7 @@ use virtio_tmem as wire;
 use crate::content::{self, Version};
 use crate::driver::{DEADLINE_NS, DriverModel, Port};
 use crate::host::{SimulatedDaemon, SimulatedDaemonConfig};
-use crate::kernel::{FILES, Kernel, PAGES, Storage};
+use crate::kernel::{FILES, FilePage, Kernel, Outcome, PAGES, Storage};
 use crate::machine::{Link, Machine};
 use crate::mutation::Mutation;
 use crate::oracle::{Failure, Kept, Oracle};
@@ -157,9 +157,9 @@ impl World {
                 retain,
                 setup.mutation,
             );
-            let mut kernel = Kernel::new(number, driver, setup.mutation);
+            let kernel = Kernel::new(number, driver);
             let mut storage = Storage::default();
-            let version = kernel.fill(&mut storage);
+            let version = Kernel::fill(&mut storage);
             world.guests.push(Guest {
                 kernel,
                 storage,
@@ -250,8 +250,7 @@ impl World {
         sum
     }
 
-    /// Lets `ns` nanoseconds pass. Readers whose deadline falls into this time give up at their
-    /// deadline.
+    /// Lets `ns` nanoseconds pass. Fetches whose deadline falls into this time end at their deadline.
     fn advance(&mut self, ns: u64) {
         let until = self.now_ns() + ns;
         loop {
@@ -263,12 +262,12 @@ impl World {
             let now = next.clamp(self.now_ns(), until);
             self.now_ns.store(now, Relaxed);
             for guest in self.guests.iter_mut().filter(|g| g.runs()) {
-                let (kernel, storage, mut port) = guest.parts(now);
-                kernel.finish(&mut port, storage);
+                let (kernel, _, mut port) = guest.parts(now);
+                kernel.finish(&mut port);
                 let waited_ns = kernel.driver.longest_wait_ns(port.now_ns);
                 if waited_ns > DEADLINE_NS {
                     let what =
-                        format!("a reader has waited for {waited_ns} ns, longer than its deadline");
+                        format!("a fetch has waited for {waited_ns} ns, longer than its deadline");
                     port.oracle.fail("deadline", what);
                 }
             }
@@ -303,7 +302,7 @@ impl World {
                 let (g, f) = (guest(g), file(f));
                 for p in page(p)..(page(p) + u64::from(n)).min(PAGES) {
                     let version = self.guests[g].new_version();
-                    self.files(g, |kernel, storage| kernel.write(storage, f, p, version));
+                    self.files(g, |kernel, _| kernel.write((f, p), version));
                 }
             }
             Step::WriteBack(g, f) => {
@@ -318,28 +317,26 @@ impl World {
                 let (f, p) = (file(f), page(p));
                 self.files(guest(g), |kernel, storage| kernel.truncate(storage, f, p));
             }
-            Step::Delete(g, f) => {
-                let f = file(f);
-                self.files(guest(g), |kernel, storage| kernel.delete(storage, f));
+            Step::Exchange(g, f, p) => {
+                let (f, p) = (file(f), page(p));
+                self.files(guest(g), |kernel, storage| kernel.exchange(storage, f, p));
             }
-            Step::WriteDirect(g, f, p) => {
-                let (g, f, p) = (guest(g), file(f), page(p));
+            Step::Zero(g, f, p) => {
+                let (g, page) = (guest(g), (file(f), page(p)));
                 let version = self.guests[g].new_version();
-                self.files(g, |kernel, storage| {
-                    kernel.write_direct(storage, f, p, version);
-                });
+                self.files(g, |kernel, _| kernel.zero(page, version));
             }
-            Step::FailDirect(g, f, p) => {
-                let (g, f, p) = (guest(g), file(f), page(p));
-                let version = self.guests[g].new_version();
-                self.files(g, |kernel, storage| {
-                    kernel.fail_direct(storage, f, p, version);
-                });
+            Step::WriteDirect(g, f, p) => self.write_direct(guest(g), (file(f), page(p)), false),
+            Step::WriteUnseen(g, f, p) => self.write_direct(guest(g), (file(f), page(p)), true),
+            Step::Break(g, late) => {
+                let outcome = if late {
+                    Outcome::Late
+                } else {
+                    Outcome::Refused
+                };
+                self.guests[guest(g)].storage.broken = Some(outcome);
             }
-            Step::Close(g, f) => {
-                let f = file(f);
-                self.files(guest(g), |kernel, _| kernel.close(f));
-            }
+            Step::Disk(g, salt) => self.disk(guest(g), salt),
             Step::Remount(g) => {
                 self.files(guest(g), |kernel, storage| kernel.remount(storage, true));
             }
@@ -347,6 +344,7 @@ impl World {
                 self.files(guest(g), |kernel, storage| kernel.remount(storage, false));
             }
             Step::See(g) => self.files(guest(g), |kernel, _| kernel.register()),
+            Step::Hibernate(g) => self.hibernate(guest(g)),
             Step::AskOld(g, pick) => self.ask_old(guest(g), pick),
             Step::Time(us) => self.advance(u64::from(us) * 1_000),
             Step::Kill(h, checks) => self.kill_after(host(h), checks),
@@ -381,20 +379,39 @@ impl World {
         let guest = &mut self.guests[g];
         if guest.runs() {
             change(&mut guest.kernel, &mut guest.storage);
-            if let Some(page) = guest.kernel.driver.take_changed() {
+            if let Some(block) = guest.kernel.driver.take_changed() {
                 let what = format!(
-                    "the page {page:x?} changed, but the driver did not erase its index entry"
+                    "the block {block:#x} changed, but the driver did not erase its index entry"
                 );
                 guest.oracle.fail("retained_changed", what);
             }
         }
     }
 
+    fn write_direct(&mut self, g: usize, page: FilePage, unseen: bool) {
+        let version = self.guests[g].new_version();
+        self.files(g, |kernel, storage| {
+            kernel.write_direct(storage, page, version, unseen);
+        });
+    }
+
+    /// Lets the disk of a guest execute and end some bios, in an order that `salt` selects.
+    fn disk(&mut self, g: usize, salt: u16) {
+        let mut rng = fastrand::Rng::with_seed(mix(self.setup.seed, 9_000 + u64::from(salt)));
+        let draws: [u64; 4] = std::array::from_fn(|_| rng.u64(..));
+        self.files(g, |kernel, storage| {
+            for draw in draws {
+                kernel.disk(storage, draw);
+            }
+            kernel.begin_interval();
+        });
+    }
+
     fn serve(&mut self, salt: u16) {
         let mut rng = fastrand::Rng::with_seed(mix(self.setup.seed, 5_000 + u64::from(salt)));
         let mut turns = Vec::new();
         for g in 0..self.setup.guests {
-            turns.push((0, g, 0));
+            turns.extend([(0, g, 0), (3, g, 0)]);
             turns.extend((1..self.setup.queues).map(|q| (1, g, q)));
         }
         for h in 0..self.setup.hosts {
@@ -405,7 +422,8 @@ impl World {
             match what {
                 0 => self.run(who),
                 1 => self.feed(who, which),
-                _ => self.round(who, which),
+                2 => self.round(who, which),
+                _ => self.disk(who, salt),
             }
         }
     }
@@ -420,7 +438,7 @@ impl World {
         let changed = std::mem::take(&mut guest.machine.config_irq);
         let queues = 0..guest.kernel.driver.transport.queues();
         let called: Vec<usize> = queues.filter(|q| guest.machine.interrupted(*q)).collect();
-        let (kernel, storage, mut port) = guest.parts(now);
+        let (kernel, _, mut port) = guest.parts(now);
         if changed {
             kernel.driver.config_changed();
         }
@@ -428,7 +446,7 @@ impl World {
             kernel.driver.collect(&mut port, queue);
         }
         kernel.driver.work(&mut port);
-        kernel.finish(&mut port, storage);
+        kernel.finish(&mut port);
         self.forge_generations(g);
     }
 
@@ -455,11 +473,11 @@ impl World {
                 break;
             };
             (0..self.setup.workers).for_each(|worker| self.round(h, worker));
-            let (kernel, storage, mut port) = self.guests[g].parts(now);
+            let (kernel, _, mut port) = self.guests[g].parts(now);
             for queue in 0..kernel.driver.transport.queues() {
                 kernel.driver.collect(&mut port, queue);
             }
-            kernel.finish(&mut port, storage);
+            kernel.finish(&mut port);
         }
     }
 

@@ -144,11 +144,12 @@ impl DriverModel {
     }
 
     /// Unmounts the file system and mounts it again. The driver then creates another pool for it.
-    pub fn remount(&mut self) {
+    /// `known` is whether the driver learns of the new mount at once.
+    pub fn remount(&mut self, known: bool) {
         let keeps = self.is(Mutation::RetainedKeptAtUnmount);
         self.index.retain(|_, entry| entry.retained && keeps);
         self.objects.clear();
-        self.bypass.clear();
+        self.records.remount(known);
         if self.pool != 0 {
             self.dead_pools.push(self.pool);
         }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Gets of the model of the guest driver. A get takes entries out of the index. Bounce pages (for
-//! the answer) belong to the device until it answers. A reader waits until its deadline and no
-//! longer.
+//! Gets of the model of the guest driver, as `guest-driver/core/fetch.c` makes them for a READ bio.
+//! A get takes entries out of the index. Bounce pages (for the answer) belong to the device until it
+//! answers. No task waits; a fetch ends at its deadline at the latest.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use tmem_model::requests::Page;
 use tmem_model::{Answer, Key, Request};
 use virtio_tmem as wire;
 
-use super::{DEADLINE_NS, DriverModel, FilePage, LATE_ROW_MAX, Port};
+use super::{Block, DEADLINE_NS, DriverModel, LATE_ROW_MAX, Port, index_of};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, GETS, PendingRequest, Tag};
 
@@ -18,115 +18,104 @@ use crate::transport::{BATCH, GETS, PendingRequest, Tag};
 pub enum Get {
     /// The driver may use the buffer for a new request.
     Free,
-    /// The request is in flight. The fields are the number of its reader and its first page.
-    Sent(u64, FilePage),
-    /// The request is in flight, but its reader has given up. The field is its first page.
-    Abandoned(FilePage),
+    /// The request is in flight. The fields are the number of its fetch and its first block.
+    Sent(u64, Block),
+    /// The request is in flight, but its fetch has ended. The field is its first block.
+    Abandoned(Block),
     /// The request is a probe of the circuit breaker. The field is the time at which it was sent.
     Probe(u64),
     /// The request names the page of an earlier put, usually one that the device must not return.
-    /// No reader waits for the answer.
+    /// No fetch waits for the answer.
     Test,
 }
 
-/// A read of pages that are not in the page cache, while it waits for the device.
+/// A fetch: the gets for a READ bio, while they wait for the device.
 #[derive(Clone, Debug)]
-pub struct Reader {
+pub struct Fetch {
     waiting: usize,
-    got: BTreeMap<FilePage, Box<Page>>,
-    /// Time at which the read began, by the guest's clock, in nanoseconds.
+    got: BTreeMap<Block, Box<Page>>,
+    /// Time at which the fetch began, by the guest's clock, in nanoseconds.
     begun_ns: u64,
-    late: bool,
 }
 
-/// Result of a read through the driver. The guest reads the missing pages from its disk.
+/// Result of a fetch. The disk reads the missing blocks.
 pub struct Got {
-    /// Number of the read, as [`Driver::get`] returned it.
-    pub reader: u64,
-    /// Pages that came from the device or from the driver's put ring.
-    pub pages: BTreeMap<FilePage, Box<Page>>,
-    /// Time that the reader waited, in nanoseconds.
+    /// Number of the fetch, as [`DriverModel::fetch`] returned it.
+    pub fetch: u64,
+    /// Blocks that came from the device or from the driver's put ring.
+    pub blocks: BTreeMap<Block, Box<Page>>,
+    /// Time that the fetch took, in nanoseconds.
     pub waited_ns: u64,
 }
 
 impl DriverModel {
-    /// Requests pages of a file from the device. [`finished`](Self::finished) returns them later.
-    /// Returns the number of the read.
-    pub fn get(&mut self, port: &mut Port<'_>, inode: u32, pages: &[u64]) -> u64 {
-        self.reader_last += 1;
-        let id = self.reader_last;
-        let mut reader = Reader {
+    /// Requests those blocks of a READ bio from the device that a get may request.
+    /// [`finished`](Self::finished) returns them later. Returns the number of the fetch.
+    pub fn fetch(&mut self, port: &mut Port<'_>, blocks: &[Block]) -> u64 {
+        self.fetch_last += 1;
+        let id = self.fetch_last;
+        let mut fetch = Fetch {
             waiting: 0,
             got: BTreeMap::new(),
             begun_ns: port.now_ns,
-            late: false,
         };
-        if !self.tripped && self.online().is_some() {
-            let mut run: Vec<(u64, u64, bool)> = Vec::new();
-            for &page in pages {
-                let entry = self.index.get(&(inode, page)).copied();
-                // Skip pages without an entry, or with a retained entry. A page with a retained
-                // entry is in the page cache, so no reader requests it.
+        if !self.tripped && self.online().is_some() && self.records.works() {
+            let mut run: Vec<(Block, u64, bool)> = Vec::new();
+            for &block in blocks {
+                // A retained entry is of a block whose bytes the guest has got.
+                let entry = self.index.get(&block).copied();
                 let Some(entry) = entry.filter(|entry| !entry.retained) else {
                     continue;
                 };
                 let cookie = entry.cookie;
-                let object = self.object(inode);
-                let queue = self.queue(object, page);
+                let object = self.object(block);
+                let queue = self.queue(object, index_of(block));
                 let copy = self.in_ring(queue, cookie);
-                let retain = self.may_retain(page, cookie);
-                if let (true, Some(entry)) = (retain, self.index.get_mut(&(inode, page))) {
+                let retain = self.may_retain(cookie);
+                if let (true, Some(entry)) = (retain, self.index.get_mut(&block)) {
                     entry.retained = true;
                 } else if !self.is(Mutation::EntryKeptAtGet) {
-                    self.index.remove(&(inode, page));
+                    self.index.remove(&block);
                 }
                 if let Some(address) = copy {
                     let mut copy: Box<Page> = Box::new([0; wire::PAGE_SIZE]);
                     self.transport.ram().read(address, &mut *copy);
-                    reader.got.insert((inode, page), copy);
+                    fetch.got.insert(block, copy);
                     continue;
                 }
                 let goes_on = run.last().is_some_and(|&(last, ..)| {
-                    page == last + 1
-                        && last >> wire::CHUNK_SHIFT == page >> wire::CHUNK_SHIFT
+                    block == last + 1
+                        && last >> wire::CHUNK_SHIFT == block >> wire::CHUNK_SHIFT
                         && run.len() < BATCH
                 });
                 if !goes_on && !run.is_empty() {
-                    reader.waiting += usize::from(self.request_run(port, id, inode, &run));
+                    fetch.waiting += usize::from(self.request_run(port, id, &run));
                     run.clear();
                 }
-                run.push((page, cookie, retain));
+                run.push((block, cookie, retain));
             }
             if !run.is_empty() {
-                reader.waiting += usize::from(self.request_run(port, id, inode, &run));
+                fetch.waiting += usize::from(self.request_run(port, id, &run));
             }
         }
-        self.readers.insert(id, reader);
+        self.fetches.insert(id, fetch);
         id
     }
 
-    /// Requests adjacent pages of a file for a reader. Each item of `run` is a page, its cookie,
-    /// and whether the device may retain it. If the driver has no buffers for the request, erases
-    /// the retained entries of these pages and returns false.
-    fn request_run(
-        &mut self,
-        port: &mut Port<'_>,
-        reader: u64,
-        inode: u32,
-        run: &[(u64, u64, bool)],
-    ) -> bool {
-        let object = self.object(inode);
+    /// Requests adjacent blocks for a fetch. Each item of `run` is a block, its cookie, and whether
+    /// the device may retain it. If the driver has no buffers for the request, erases the retained
+    /// entries of these blocks and returns false.
+    fn request_run(&mut self, port: &mut Port<'_>, id: u64, run: &[(Block, u64, bool)]) -> bool {
+        let first = run[0].0;
         let cookies: Vec<u64> = run.iter().map(|(_, cookie, _)| *cookie).collect();
         let bits = run.iter().enumerate();
         let bits = bits.map(|(nth, (_, _, retain))| u64::from(*retain) << nth);
-        let key = (self.pool, object, run[0].0);
-        let get = Get::Sent(reader, (inode, run[0].0));
+        let key = (self.pool, self.object(first), index_of(first));
+        let get = Get::Sent(id, first);
         let sent = self.request(port, get, key, (cookies, bits.sum()), false);
         if !sent {
-            for (page, cookie, retain) in run {
-                if *retain {
-                    self.erase_cookie((inode, *page), *cookie);
-                }
+            for (block, cookie, _) in run.iter().filter(|(_, _, retain)| *retain) {
+                self.erase_cookie(*block, *cookie);
             }
         }
         sent
@@ -182,11 +171,11 @@ impl DriverModel {
             self.end_gets(port, first, pending, answer);
         }
         match get {
-            Get::Sent(id, (inode, first)) => {
-                let Some(reader) = self.readers.get_mut(&id) else {
+            Get::Sent(id, first) => {
+                let Some(fetch) = self.fetches.get_mut(&id) else {
                     return;
                 };
-                reader.waiting -= 1;
+                fetch.waiting -= 1;
                 let Request::Get { cookies, .. } = &*pending.request else {
                     return;
                 };
@@ -203,7 +192,7 @@ impl DriverModel {
                         hit.and_then(|page| page.page.clone())
                     };
                     if let Some(copy) = taken {
-                        reader.got.insert((inode, first + i as u64), copy);
+                        fetch.got.insert(first + i as u64, copy);
                     }
                 }
             }
@@ -217,31 +206,31 @@ impl DriverModel {
         }
     }
 
-    /// Erases the index entries of pages that the answer does not report as retained. An answer
-    /// never adds an entry, because the page may have changed since the get.
+    /// Erases the index entries of blocks that the answer does not report as retained. An answer
+    /// never adds an entry, because the block may have been written since the get.
     fn end_gets(
         &mut self,
         port: &Port<'_>,
-        (inode, first): FilePage,
+        first: Block,
         pending: &PendingRequest,
         answer: &Answer,
     ) {
         let retain = pending.request.retain();
         for (i, (key, cookie)) in pending.request.pages().into_iter().enumerate() {
-            let page = (inode, first + i as u64);
+            let block = first + i as u64;
             let result = answer.pages.get(i);
             let hit = result.filter(|r| r.result == wire::P_HIT && r.cookie == cookie);
             let retained = hit.is_some_and(|r| r.flags & wire::GET_RETAINED != 0);
             if !retained && retain >> i & 1 != 0 {
-                self.erase_cookie(page, cookie);
+                self.erase_cookie(block, cookie);
             } else if retained && self.is(Mutation::EntryAddedAtAnswer) {
-                self.insert_again(port, page, (key, cookie));
+                self.insert_again(port, block, (key, cookie));
             }
         }
     }
 
     /// Requests the page of an earlier put, usually one that the device must not return, to test
-    /// the device. No reader gets the answer.
+    /// the device. No fetch gets the answer.
     pub fn request_earlier_put(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
         if self.generation != 0 {
             let key = (key.pool, key.object, key.index);
@@ -261,61 +250,60 @@ impl DriverModel {
         }
     }
 
-    /// Returns the time of the guest's clock at which the next reader gives up, if any reader
-    /// waits.
+    /// Returns the time of the guest's clock at which the next fetch gives up, if there is one.
     pub fn next_deadline_ns(&self) -> Option<u64> {
         if self.is(Mutation::DeadlineMissing) {
             return None;
         }
-        let readers = self.readers.values();
-        readers.map(|reader| reader.begun_ns + DEADLINE_NS).min()
+        let fetches = self.fetches.values();
+        fetches.map(|fetch| fetch.begun_ns + DEADLINE_NS).min()
     }
 
-    /// Removes a read that is complete, or whose deadline has passed, and returns its result.
+    /// Removes a fetch that is complete, or whose deadline has passed, and returns its result.
     pub fn finished(&mut self, now_ns: u64) -> Option<Got> {
-        let late = |reader: &Reader| now_ns >= reader.begun_ns + DEADLINE_NS;
+        let late = |fetch: &Fetch| now_ns >= fetch.begun_ns + DEADLINE_NS;
         let patient = self.is(Mutation::DeadlineMissing);
-        let done = |reader: &Reader| reader.waiting == 0 || (late(reader) && !patient);
-        let id = *self.readers.iter().find(|(_, reader)| done(reader))?.0;
-        let mut reader = self
-            .readers
+        let done = |fetch: &Fetch| fetch.waiting == 0 || (late(fetch) && !patient);
+        let id = *self.fetches.iter().find(|(_, fetch)| done(fetch))?.0;
+        let fetch = self
+            .fetches
             .remove(&id)
-            .expect("the reader is missing, although it was found just before");
-        reader.late = reader.waiting > 0;
+            .expect("the fetch is missing, although it was found just before");
+        let late = fetch.waiting > 0;
         self.abandon(id);
-        self.late_row = if reader.late { self.late_row + 1 } else { 0 };
+        self.late_row = if late { self.late_row + 1 } else { 0 };
         self.tripped |= self.late_row >= LATE_ROW_MAX;
         Some(Got {
-            reader: id,
-            pages: reader.got,
-            waited_ns: now_ns - reader.begun_ns,
+            fetch: id,
+            blocks: fetch.got,
+            waited_ns: now_ns - fetch.begun_ns,
         })
     }
 
-    /// Returns the longest time in nanoseconds for which any reader has been waiting at `now_ns`.
+    /// Returns the longest time in nanoseconds for which any fetch has been waiting at `now_ns`.
     pub fn longest_wait_ns(&self, now_ns: u64) -> u64 {
-        let readers = self.readers.values();
-        let waits = readers.map(|reader| now_ns - reader.begun_ns);
+        let fetches = self.fetches.values();
+        let waits = fetches.map(|fetch| now_ns - fetch.begun_ns);
         waits.max().unwrap_or(0)
     }
 
     fn abandon(&mut self, id: u64) {
         for nr in 0..GETS {
             let first = match self.gets[nr] {
-                Get::Sent(reader, first) if reader == id => first,
+                Get::Sent(fetch, first) if fetch == id => first,
                 _ => continue,
             };
             self.gets[nr] = Get::Abandoned(first);
             let mine = |pending: &&PendingRequest| pending.tag == Tag::Get(nr);
             let pending = self.transport.pending.iter().flatten().find(mine);
-            // Erase the retained entries of the requested pages. Without an answer, the driver does
+            // Erase the retained entries of the requested blocks. Without an answer, the driver does
             // not know whether the device has retained them.
             let named = pending.map(|pending| pending.request.clone());
             if let Some(Request::Get { cookies, .. }) = named.as_deref()
                 && !self.is(Mutation::RetainedKeptAtDeadline)
             {
-                for (page, cookie) in (first.1..).zip(cookies) {
-                    self.erase_cookie((first.0, page), *cookie);
+                for (block, cookie) in (first..).zip(cookies) {
+                    self.erase_cookie(block, *cookie);
                 }
             }
             if self.is(Mutation::BounceReused) {

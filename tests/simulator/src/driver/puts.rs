@@ -7,7 +7,7 @@
 use tmem_model::{Answer, Content, Key, PutPage, Range as Ranged, Request};
 use virtio_tmem as wire;
 
-use super::{DriverModel, Entry, Port};
+use super::{Block, DriverModel, Entry, OBJECT_BITS, Port, index_of};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, PUTS, Tag};
 
@@ -17,8 +17,7 @@ const RANGES_MAX: usize = 4;
 /// A page in the put ring, which waits to be sent to the device or to be answered.
 #[derive(Clone, Debug)]
 pub struct Slot {
-    inode: u32,
-    page: u64,
+    block: Block,
     object: u64,
     pool: u32,
     pub(super) cookie: u64,
@@ -35,7 +34,7 @@ pub struct PutBatch {
     pub(super) slots: Vec<Slot>,
 }
 
-/// Range of invalidated pages that waits to be sent in a FLUSH.
+/// Range of erased blocks that waits to be sent in a FLUSH.
 #[derive(Clone, Debug)]
 pub struct Range {
     object: u64,
@@ -46,21 +45,27 @@ pub struct Range {
 }
 
 impl DriverModel {
-    /// Puts a clean page that the guest evicts from its page cache. Erases the page's index entry
-    /// if the put is not possible.
-    pub fn put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) {
-        if !self.take_put(inode, page, content, workingset) && !self.is(Mutation::EntryKeptAtDrop) {
-            self.invalidate(inode, page, page);
+    /// Puts a clean page that the guest evicts from its page cache, if its contents are those of the
+    /// last transfer of the block that its hint names. Erases the index entry of that block if the
+    /// put is not possible.
+    pub fn put(&mut self, hint: Option<Block>, content: Content, workingset: bool) {
+        let Some(block) = hint else { return };
+        if self.online().is_none() || !self.records.known || !self.records.compare(block, content) {
+            return;
+        }
+        if !self.take_put(block, content, workingset) && !self.is(Mutation::EntryKeptAtDrop) {
+            self.index.remove(&block);
+            self.remember_flush(block);
         }
     }
 
-    fn take_put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) -> bool {
-        if let Some(cookie) = self.check_retained((inode, page), content) {
-            return self.hold((inode, page), cookie);
+    fn take_put(&mut self, block: Block, content: Content, workingset: bool) -> bool {
+        if let Some(cookie) = self.check_retained(block, content) {
+            return self.hold(block, cookie);
         }
-        // Do not put a retained page that changed without an invalidation. In this case, the kernel
-        // module switches the cache off.
-        if self.refuses(inode) || self.changed.is_some() {
+        // Do not put a retained page that changed without a write. In this case, the kernel module
+        // switches the cache of the mount off.
+        if self.changed.is_some() {
             return false;
         }
         let Some(address) = self.put_slots_free.pop() else {
@@ -71,17 +76,16 @@ impl DriverModel {
             self.cookie_last += 1;
         }
         let cookie = self.cookie_last;
-        let object = self.object(inode);
+        let object = self.object(block);
         let entry = Entry {
             cookie,
             content,
             retained: false,
         };
-        self.index.insert((inode, page), entry);
-        let queue = self.queue(object, page);
+        self.index.insert(block, entry);
+        let queue = self.queue(object, index_of(block));
         self.slots[queue].push(Slot {
-            inode,
-            page,
+            block,
             object,
             pool: self.pool,
             cookie,
@@ -93,12 +97,6 @@ impl DriverModel {
         true
     }
 
-    /// Returns whether the driver puts no page of this file, for example because the file is
-    /// marked.
-    pub(super) fn refuses(&self, inode: u32) -> bool {
-        self.online().is_none() || !self.known || self.bypass.contains(&inode)
-    }
-
     /// Returns the address of the copy of a page in the put ring, if the page was not sent yet or
     /// the device has not answered its put yet.
     pub(super) fn in_ring(&self, queue: usize, cookie: u64) -> Option<u64> {
@@ -107,30 +105,29 @@ impl DriverModel {
         slots.find(|s| s.cookie == cookie).map(|s| s.address)
     }
 
-    pub(super) fn remember_flush(&mut self, inode: u32, from: u64, to: u64) {
-        let Some(&object) = self.objects.get(&inode) else {
+    /// Remembers to flush a block. If no block of its object behind it has an entry, the flush goes
+    /// to the end of the object.
+    pub(super) fn remember_flush(&mut self, block: Block) {
+        let Some(&object) = self.objects.get(&(block >> OBJECT_BITS)) else {
             return;
         };
-        let queue = self.queue(object, from);
+        let index = index_of(block);
+        let queue = self.queue(object, index);
         // Forget half of the ranges and never flush them, because the specification lets a driver
         // drop any range.
-        let draw = (self.cookie_last ^ object << 8 ^ from).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        if draw >> 63 == 0 {
+        let draw = self.draw(object << 8 ^ block);
+        if draw.is_multiple_of(2) || self.ranges[queue].len() >= RANGES_MAX || self.pool == 0 {
             return;
         }
-        if self.ranges[queue].len() < RANGES_MAX && self.pool != 0 {
-            self.ranges[queue].push(Range {
-                object,
-                pool: self.pool,
-                epoch: self.epoch,
-                index: from,
-                nr_pages: if to == u64::MAX {
-                    wire::TO_END
-                } else {
-                    to - from + 1
-                },
-            });
-        }
+        let end = ((block >> OBJECT_BITS) + 1) << OBJECT_BITS;
+        let last = self.index.range(block..end).next().is_none();
+        self.ranges[queue].push(Range {
+            object,
+            pool: self.pool,
+            epoch: self.epoch,
+            index,
+            nr_pages: if last { wire::TO_END } else { 1 },
+        });
     }
 
     /// Does the work of the driver's feeder thread for a queue, except for taking answers.
@@ -197,7 +194,7 @@ impl DriverModel {
         let slots: Vec<Slot> = self.slots[queue].drain(..count.min(BATCH)).collect();
         let pages = slots.iter().map(|slot| PutPage {
             object: slot.object,
-            index: slot.page,
+            index: index_of(slot.block),
             cookie: slot.cookie,
             flags: u32::from(slot.workingset) * wire::PUT_WORKINGSET,
             // Leave the page data out, because it is already in the slots of the put ring.
@@ -224,7 +221,7 @@ impl DriverModel {
                 let key = Key {
                     pool,
                     object: slot.object,
-                    index: slot.page,
+                    index: index_of(slot.block),
                 };
                 port.oracle.putting(key, slot.cookie, slot.content);
             }
@@ -235,7 +232,7 @@ impl DriverModel {
 
     fn erase(&mut self, slot: &Slot) {
         if !self.is(Mutation::EntryKeptAtDrop) {
-            self.erase_cookie((slot.inode, slot.page), slot.cookie);
+            self.erase_cookie(slot.block, slot.cookie);
         }
     }
 

@@ -8,8 +8,7 @@
 use tmem_model::{Answer, Content, Key, RefPage, Request};
 use virtio_tmem as wire;
 
-use super::{DriverModel, FilePage, Port};
-use crate::kernel::index_of_end;
+use super::{Block, DriverModel, Port, index_of};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, PendingRequest, Tag};
 
@@ -29,7 +28,7 @@ const SAMPLE: u64 = 4;
 /// A page in a REF that waits to be sent or to be answered.
 #[derive(Clone, Debug)]
 pub struct Ref {
-    page: FilePage,
+    block: Block,
     object: u64,
     pool: u32,
     cookie: u64,
@@ -40,57 +39,40 @@ pub struct Ref {
 
 impl DriverModel {
     /// Returns whether the driver's get allows the device to retain a page.
-    pub(super) fn may_retain(&self, page: u64, cookie: u64) -> bool {
-        let end = page == index_of_end() && !self.is(Mutation::EndRetained);
+    pub(super) fn may_retain(&self, cookie: u64) -> bool {
         let gone = self.gone.iter().filter(|gone| **gone).count();
         let copies = gone > RESULTS / GONE_PART && !cookie.is_multiple_of(SAMPLE);
-        self.retain && !end && !copies
+        self.retain && !copies
     }
 
-    /// Returns the cookie of a page that reclaim evicts if the driver can send a REF for it. The
-    /// entry must be retained, the page unchanged, and the file not marked.
-    pub fn check_retained(&mut self, page: FilePage, content: Content) -> Option<u64> {
-        let entry = *self.index.get(&page).filter(|entry| entry.retained)?;
-        if self.refuses_retained(page.0) {
-            return None;
-        }
+    /// Returns the cookie of a page that reclaim evicts if the driver can send a REF for it: its
+    /// entry is retained, and its contents are those of the entry.
+    pub(super) fn check_retained(&mut self, block: Block, content: Content) -> Option<u64> {
+        let entry = *self.index.get(&block).filter(|entry| entry.retained)?;
         if entry.content != content && !self.is(Mutation::RetainedUnchecked) {
-            self.changed = Some(page);
+            self.changed = Some(block);
             return None;
         }
         Some(entry.cookie)
     }
 
-    /// Returns whether the driver must not make retained entries of the file held, for example
-    /// because the file is marked.
-    fn refuses_retained(&self, inode: u32) -> bool {
-        let marked = self.refuses(inode) && !self.is(Mutation::MarkIgnoredByRetained);
-        self.online().is_none() || marked
-    }
-
-    /// Makes a retained index entry held (only the device may have the page), and remembers to send
-    /// a REF. Does neither if the entry was erased or the file was marked meanwhile. Returns
-    /// whether the entry is held.
-    pub fn hold(&mut self, page: FilePage, cookie: u64) -> bool {
-        let unbound = self.is(Mutation::HeldAfterErase);
-        let refused = self.refuses_retained(page.0);
-        match self.index.get_mut(&page) {
-            Some(entry) if entry.retained && entry.cookie == cookie && !refused => {
-                entry.retained = false;
-            }
-            _ if unbound => self.insert_erased(page, cookie),
+    /// Makes a retained index entry held (a get may request it), and remembers to send a REF.
+    /// Returns whether the entry is held.
+    pub(super) fn hold(&mut self, block: Block, cookie: u64) -> bool {
+        match self.index.get_mut(&block) {
+            Some(entry) if entry.retained && entry.cookie == cookie => entry.retained = false,
             _ => return false,
         }
-        let object = self.object(page.0);
-        let queue = self.queue(object, page.1);
+        let object = self.object(block);
+        let queue = self.queue(object, index_of(block));
         // If the put of the page is still in the put ring, send no REF. The put makes the device
         // hold the page, and a REF could overtake it.
         let unneeded = self.slots[queue].iter().any(|slot| slot.cookie == cookie);
         // Never send one in four REFs, because the specification lets a driver drop any REF.
-        let lost = self.draw(cookie ^ self.reader_last).is_multiple_of(4);
+        let lost = self.draw(cookie ^ self.fetch_last).is_multiple_of(4);
         if !unneeded && !lost && self.refs[queue].len() < REFS_MAX {
             self.refs[queue].push(Ref {
-                page,
+                block,
                 object,
                 pool: self.pool,
                 cookie,
@@ -101,8 +83,8 @@ impl DriverModel {
         true
     }
 
-    /// Returns and clears the page that changed although its index entry was still retained.
-    pub fn take_changed(&mut self) -> Option<FilePage> {
+    /// Returns and clears the block that changed although its index entry was still retained.
+    pub fn take_changed(&mut self) -> Option<Block> {
         self.changed.take()
     }
 
@@ -131,7 +113,7 @@ impl DriverModel {
         }
         let pages = refs.iter().map(|r| RefPage {
             object: r.object,
-            index: r.page.1,
+            index: index_of(r.block),
             cookie: r.cookie,
         });
         let request = Request::Ref {
@@ -161,7 +143,7 @@ impl DriverModel {
                 self.count_result(!held);
             }
             if !held && !self.is(Mutation::GoneIgnored) {
-                self.erase_cookie(sent.page, sent.cookie);
+                self.erase_cookie(sent.block, sent.cookie);
             }
         }
     }
@@ -171,12 +153,12 @@ impl DriverModel {
         self.gone.truncate(RESULTS);
     }
 
-    /// Inserts the index entry that a page had before it was erased. Only a driver with a broken
+    /// Inserts the index entry that a block had before it was erased. Only a driver with a broken
     /// rule does this.
     pub(super) fn insert_again(
         &mut self,
         port: &Port<'_>,
-        page: FilePage,
+        block: Block,
         (key, cookie): (Key, u64),
     ) {
         if let Some(content) = port.oracle.content(key, cookie) {
@@ -185,18 +167,8 @@ impl DriverModel {
                 content,
                 retained: true,
             };
-            self.index.entry(page).or_insert(entry);
+            self.index.entry(block).or_insert(entry);
         }
-    }
-
-    fn insert_erased(&mut self, page: FilePage, cookie: u64) {
-        let entry = super::Entry {
-            cookie,
-            // Use any content, because the driver compares only the contents of retained entries.
-            content: Content::SameFilled(0),
-            retained: false,
-        };
-        self.index.insert(page, entry);
     }
 }
 
@@ -214,7 +186,7 @@ mod tests {
             for _ in 0..times {
                 driver.count_result(gone);
             }
-            let retained = |cookie: &u64| driver.may_retain(0, *cookie);
+            let retained = |cookie: &u64| driver.may_retain(*cookie);
             (1..=100).filter(retained).count()
         };
         let most = RESULTS / GONE_PART;
@@ -227,6 +199,5 @@ mod tests {
             100 / SAMPLE as usize
         );
         assert_eq!(count(&mut driver, false, 1), 100);
-        assert!(!driver.may_retain(index_of_end(), 4));
     }
 }

@@ -2,7 +2,7 @@
 //! The end of a script: the world repairs all faults, and then the whole system must recover.
 //!
 //! Recovery means that each request is answered, that each driver knows its device's generation and
-//! has a pool, and that reads through the cache return what was last written to each file.
+//! has a pool, and that reads of all files return what the disk has.
 
 use super::World;
 use crate::kernel::{FILES, PAGES};
@@ -48,9 +48,10 @@ impl World {
         for g in 0..self.guests.len() {
             for file in 0..FILES {
                 self.files(g, |kernel, storage| {
+                    storage.broken = None;
                     kernel.register();
-                    kernel.close(file);
                     kernel.write_back(storage, file);
+                    while kernel.disk(storage, 0) {}
                     kernel.evict(file, 0, PAGES);
                 });
             }
@@ -115,6 +116,9 @@ impl World {
         let guest = &self.guests[g];
         let driver = &guest.kernel.driver;
         let generation = guest.machine.generation;
-        generation != 0 && driver.online() == Some(generation) && !driver.busy()
+        generation != 0
+            && driver.online() == Some(generation)
+            && !driver.busy()
+            && !guest.kernel.busy()
     }
 }

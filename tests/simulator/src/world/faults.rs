@@ -296,8 +296,8 @@ impl World {
             self.setup.retain[g],
             self.setup.mutation,
         );
-        guest.kernel = Kernel::new(g, driver, self.setup.mutation);
-        guest.storage.truth = guest.storage.disk.clone();
+        guest.kernel.drain(&mut guest.storage);
+        guest.kernel = Kernel::new(g, driver);
         guest.oracle.rings_changed(&guest.kernel.driver.transport);
         guest.machine.bases = None;
         (guest.behind_ns, guest.paused_at_ns) = (now, None);
@@ -308,50 +308,76 @@ impl World {
     /// again.
     pub(super) fn snapshot(&mut self, g: usize) {
         self.stop(g);
+        self.guests[g].snapshot = Some(self.saved(g));
+        self.restart(g);
+    }
+
+    fn saved(&mut self, g: usize) -> Snapshot {
         let now = self.now_ns();
         let guest = &mut self.guests[g];
+        guest.kernel.drain(&mut guest.storage);
         let rings = guest.kernel.driver.transport.rings.iter();
         let used = rings.map(|ring| ring.used_idx_in_memory()).collect();
-        guest.snapshot = Some(Snapshot {
+        Snapshot {
             kernel: guest.kernel.clone(),
             storage: guest.storage.clone(),
             ram: guest.machine.ram.snapshot(),
             bases: guest.machine.bases.clone().unwrap_or(used),
             now_ns: guest.now_ns(now),
-        });
-        self.restart(g);
+        }
     }
 
     /// Restores memory, disk and clock of a VM from its snapshot, as QEMU's loadvm does.
     pub(super) fn rollback(&mut self, g: usize) {
-        if self.guests[g].snapshot.is_none() {
-            return;
+        if let Some(snapshot) = self.guests[g].snapshot.take() {
+            self.restore(g, &snapshot);
+            self.guests[g].storage = snapshot.storage.clone();
+            self.guests[g].snapshot = Some(snapshot);
+            self.restart(g);
         }
+    }
+
+    /// Resets the device, and restores memory and clock of a VM.
+    fn restore(&mut self, g: usize, snapshot: &Snapshot) {
         self.reset_device(g);
         let now = self.now_ns();
         let guest = &mut self.guests[g];
         guest
             .oracle
             .search_for_foreign_pages(&guest.kernel.driver.transport);
-        if let Some(snapshot) = &guest.snapshot {
-            guest.machine.ram.restore(&snapshot.ram);
-            guest.kernel = snapshot.kernel.clone();
-            guest.storage = snapshot.storage.clone();
-            guest.machine.bases = Some(snapshot.bases.clone());
-            (guest.behind_ns, guest.paused_at_ns) = (now - snapshot.now_ns, None);
-            // Notify the guest of a changed configuration, so that its driver reads the generation
-            // again.
-            guest.machine.notify_config();
-        }
+        guest.machine.ram.restore(&snapshot.ram);
+        guest.kernel = snapshot.kernel.clone();
+        guest.machine.bases = Some(snapshot.bases.clone());
+        (guest.behind_ns, guest.paused_at_ns) = (now - snapshot.now_ns, None);
+        // Notify the guest of a changed configuration, so that its driver reads the generation
+        // again.
+        guest.machine.notify_config();
         guest.oracle.rings_changed(&guest.kernel.driver.transport);
+    }
+
+    /// Hibernates the VM and resumes it, unless a bio is in flight: the guest saves its memory,
+    /// writes it to a swap file, and restores it after a reset.
+    pub(super) fn hibernate(&mut self, g: usize) {
+        self.files(g, |kernel, storage| while kernel.disk(storage, 0) {});
+        if !self.guests[g].runs() || self.guests[g].kernel.busy() {
+            return;
+        }
+        self.guests[g].kernel.driver.forget_all();
+        self.stop(g);
+        let snapshot = self.saved(g);
+        let guest = &mut self.guests[g];
+        guest.version = Kernel::write_image(&mut guest.storage, guest.version);
+        self.restore(g, &snapshot);
+        self.guests[g].kernel.driver.resume();
         self.restart(g);
     }
 
     /// Restores a VM's disk from its snapshot while the VM is off. Then boots the VM.
     pub(super) fn revert(&mut self, g: usize) {
         if let Some(snapshot) = &self.guests[g].snapshot {
-            self.guests[g].storage.disk = snapshot.storage.disk.clone();
+            let storage = snapshot.storage.clone();
             self.reset(g);
+            self.guests[g].storage = storage;
         }
     }
 
