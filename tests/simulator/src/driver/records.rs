@@ -99,7 +99,13 @@ impl Records {
 
     /// Records the contents that a read of a block has returned. Returns false if it must not.
     pub fn fill(&mut self, block: Block, seq: u32, content: Content) -> bool {
-        let unchecked = self.is(Mutation::ReadRecordedOverWrite);
+        self.record(block, seq, content, Mutation::ReadRecordedOverWrite)
+    }
+
+    /// Records the contents of a block if its number has not changed, or if the driver breaks the
+    /// rule `unchecked`.
+    fn record(&mut self, block: Block, seq: u32, content: Content, unchecked: Mutation) -> bool {
+        let unchecked = self.is(unchecked);
         let record = self.blocks.get_mut(&block);
         let Some(record) = record.filter(|record| record.seq == seq || unchecked) else {
             return false;
@@ -150,13 +156,7 @@ impl Records {
     /// Records the contents that a get of a block has returned. Returns false if a write may have
     /// begun since, so that the contents must not be used.
     pub fn got(&mut self, block: Block, seq: u32, content: Content) -> bool {
-        let unchecked = self.is(Mutation::GetDuringWrite);
-        let record = self.blocks.get_mut(&block);
-        let Some(record) = record.filter(|record| record.seq == seq || unchecked) else {
-            return false;
-        };
-        (record.content, record.written) = (Some(content), false);
-        true
+        self.record(block, seq, content, Mutation::GetDuringWrite)
     }
 
     fn is_written(&self, block: Block) -> bool {
