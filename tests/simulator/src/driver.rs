@@ -115,7 +115,7 @@ pub struct DriverModel {
     objects: BTreeMap<u64, u64>,
     object_last: u64,
     index: BTreeMap<Block, Entry>,
-    /// What the driver knows of the disk from transfers.
+    /// Records of the disk, which the driver makes from the transfers that it sees.
     pub records: Records,
     /// Whether the driver uses retained pages, because `VIRTIO_TMEM_F_RETAIN` is negotiated.
     retain: bool,
