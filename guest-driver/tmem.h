@@ -37,6 +37,12 @@ enum tmem_inval {
  */
 #define TMEM_OBJECT_BITS 18
 
+/*
+ * Number of blocks that are erased from the index before the task may be rescheduled. They have up
+ * to 1,024 leaves, which take 100,000 instructions. Objects have a multiple of it.
+ */
+#define TMEM_FORGET_BLOCKS	8192
+
 /* Identifies an object of the index: 2^TMEM_OBJECT_BITS neighbouring blocks of a file system. */
 struct tmem_key {
 	struct tmem_pool *pool;

@@ -332,6 +332,12 @@ static unsigned int start_waiting(struct tmem_dev *dev)
 	return pages;
 }
 
+/* Returns whether a task sleeps until the first page is unlocked. */
+static bool is_waited_for(const struct tmem_fetch *fetch)
+{
+	return folio_test_waiters(page_folio(fetch->first));
+}
+
 /*
  * Ends a fetch that has no use any more: copies the pages, and records how long it took. The caller
  * then starts others, and releases the device.
@@ -356,8 +362,9 @@ static void fetch_end(struct tmem_fetch *fetch)
 	}
 	if (fetch->nr_sent) {
 		fetch_forget(dev, fetch);
-		tmem_breaker_note(dev, fetch->late, fetch->awaited, fetch->begin_ns,
-				  fetch->sent_ns, end_ns);
+		/* A reader may have come to pages that were read in advance. */
+		tmem_breaker_note(dev, fetch->late, fetch->awaited || is_waited_for(fetch),
+				  fetch->begin_ns, fetch->sent_ns, end_ns);
 	}
 	tmem_admit_learn(dev, fetch->hits, fetch->lost);
 	if (trace_tmem_get_enabled())

@@ -51,6 +51,7 @@ struct tmem_fetch {
 	u64 deadline_ns;		/* from tmem_get_deadline_ns() */
 	bool awaited;			/* a reader will wait for the pages: poll for the answers */
 	bool ahead;			/* no reader wants the pages yet */
+	struct page *first;		/* a reader of the pages waits for this one */
 	/* Called when the fetch has ended, in a tasklet. */
 	void (*done)(struct tmem_fetch *fetch);
 

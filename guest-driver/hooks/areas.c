@@ -100,27 +100,34 @@ static u32 block_of(const struct tmem_area *area, sector_t sector)
  * @sb: super block of their area
  * @first: first block, counted from the beginning of the area
  * @nr: number of blocks
+ * @may_sleep: the function may sleep, outside of the caller's RCU
  *
  * The caller has erased the records before. A put that found a record has ended then, or finds none
  * any more.
  *
- * Context: any but NMI.
+ * Context: any but NMI; process, if @may_sleep.
  */
-void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr)
+void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep)
 {
+	u32 part, most = may_sleep ? TMEM_FORGET_BLOCKS : BIT(TMEM_OBJECT_BITS);
 	struct tmem_key key;
 	struct tmem_fs *fs;
 	pgoff_t index;
-	u32 part;
 
-	rcu_read_lock();
-	fs = tmem_fs_find(sb);
-	for (; fs && nr; first += part, nr -= part) {
-		index = tmem_block_key(&key, fs->pool, first);
-		part = min_t(u32, nr, BIT(TMEM_OBJECT_BITS) - index);
-		tmem_invalidate(&key, index, index + part - 1, TMEM_INVAL_BLOCK);
+	for (; nr; first += part, nr -= part) {
+		part = min_t(u32, nr, most - first % most);
+		rcu_read_lock();
+		fs = tmem_fs_find(sb);
+		if (fs) {
+			index = tmem_block_key(&key, fs->pool, first);
+			tmem_invalidate(&key, index, index + part - 1, TMEM_INVAL_BLOCK);
+		}
+		rcu_read_unlock();
+		if (!fs)
+			return;
+		if (may_sleep)
+			cond_resched();
 	}
-	rcu_read_unlock();
 }
 
 /**
@@ -128,33 +135,39 @@ void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr)
  * @disk: the disk
  * @sector: first sector, on the whole disk
  * @nr: number of sectors
+ * @may_sleep: the function may sleep
  *
- * Context: any but NMI.
+ * Context: any but NMI; process, if @may_sleep.
  * Return: true if the range touches an area.
  */
-bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr)
+bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, bool may_sleep)
 {
+	const struct super_block *sb;
 	const struct tmem_area *area;
 	bool touched = false;
 	unsigned int i;
 
-	rcu_read_lock();
 	for (i = 0; i < TMEM_FS_MAX; i++) {
+		u32 first, nr_blocks, area_first;
 		sector_t begin, end;
-		u32 first, nr_blocks;
 
+		rcu_read_lock();
 		area = rcu_dereference(areas[i]);
-		if (!overlaps(area, disk, sector, nr))
+		if (!overlaps(area, disk, sector, nr)) {
+			rcu_read_unlock();
 			continue;
+		}
 		touched = true;
 		begin = max(sector, area->start);
 		end = min(sector + nr, area->start + (sector_t)area->nr * TMEM_BLOCK_SECTORS);
 		first = block_of(area, begin);
 		nr_blocks = block_of(area, end - 1) - first + 1;
+		area_first = area->first;
+		sb = area->sb;
+		rcu_read_unlock();
 		tmem_record_erase(first, nr_blocks);
-		tmem_area_forget(area->sb, first - area->first, nr_blocks);
+		tmem_area_forget(sb, first - area_first, nr_blocks, may_sleep);
 	}
-	rcu_read_unlock();
 	return touched;
 }
 
@@ -181,7 +194,7 @@ static bool end_interval(const struct gendisk *disk, sector_t sector, sector_t n
 	 * that begins from here on sees no interval.
 	 */
 	smp_mb();
-	tmem_area_erase(disk, sector, nr);
+	tmem_area_erase(disk, sector, nr, false);
 	return touched;
 }
 
@@ -248,7 +261,7 @@ static void drain_area(struct tmem_area *area)
 	mutex_unlock(&areas_lock);
 	if (!TMEM_WITHOUT(DRAIN))
 		tmem_drain_queue(area->disk->queue);
-	tmem_area_erase(area->disk, area->start, (sector_t)area->nr * TMEM_BLOCK_SECTORS);
+	tmem_area_erase(area->disk, area->start, (sector_t)area->nr * TMEM_BLOCK_SECTORS, true);
 	WRITE_ONCE(area->served, epoch);
 	mutex_lock(&areas_lock);
 	area->busy = false;

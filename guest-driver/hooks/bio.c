@@ -307,7 +307,7 @@ static void begin_pages(struct tracked *t)
 	first = block_at(t, place(t, &bio->bi_iter));
 	last = block_at(t, at + bv.bv_len - 1);
 	if (!TMEM_WITHOUT(FORGET))
-		tmem_area_forget(t->sb, first - t->area_first, last - first + 1);
+		tmem_area_forget(t->sb, first - t->area_first, last - first + 1, false);
 }
 
 static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
@@ -328,7 +328,8 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	t->whole = bio_op(bio) != REQ_OP_WRITE || !set_area(t);
 	if (t->whole) {
 		tmem_record_long_write(1);
-		if (!tmem_area_erase(t->disk, sector, nr)) {
+		/* submit_bio() may sleep. */
+		if (!tmem_area_erase(t->disk, sector, nr, true)) {
 			tmem_record_long_write(-1);
 			kfree(t);
 			return;
@@ -437,7 +438,7 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 	if (t->write && !t->at && is_failure(bio->bi_status) && !TMEM_WITHOUT(FAILED))
 		tmem_area_failed(t->disk, 0, WHOLE_DISK);
 	if (t->whole) {
-		tmem_area_erase(t->disk, t->sector, t->nr);
+		tmem_area_erase(t->disk, t->sector, t->nr, false);
 		tmem_record_long_write(-1);
 	} else if (!end_pages(t, budget)) {
 		return false;

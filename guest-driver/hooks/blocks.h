@@ -90,8 +90,8 @@ static inline bool tmem_area_works(const struct tmem_area *area)
 
 const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sector, sector_t nr);
 bool tmem_area_serves(const struct gendisk *disk);
-void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr);
-bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr);
+void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep);
+bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, bool may_sleep);
 void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr);
 void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr);
 struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start);

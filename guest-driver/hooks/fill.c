@@ -414,8 +414,10 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	fill->suffix = suffix;
 	fill->submit = submit;
 	fill->fetch.done = fetch_done;
+	/* The bio may be the rest of one whose first pages are filled. */
+	fill->fetch.first = bio_first_page_all(bio);
 	/* Readahead sets the flag in the first folio of a window that it begins in advance. */
-	fill->fetch.ahead = folio_test_readahead(page_folio(bio_page(bio)));
+	fill->fetch.ahead = folio_test_readahead(page_folio(fill->fetch.first));
 	fill->fetch.awaited = awaited;
 	fill->fetch.deadline_ns = deadline_ns;
 	INIT_WORK(&fill->work, rest_fn);

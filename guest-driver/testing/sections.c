@@ -94,8 +94,9 @@ static void end_section(enum section section, u64 begin, unsigned long entries)
 static int run_sections(void)
 {
 	struct task_struct *thread;
+	unsigned long nr, block;
 	struct tmem_key key;
-	unsigned long nr;
+	pgoff_t index;
 	u64 begin;
 	int err;
 
@@ -117,8 +118,9 @@ static int run_sections(void)
 
 	nr = fill(key.pool);
 	begin_section(&begin);
-	for (; key.object <= nr * VIRTIO_TMEM_BATCH_MAX >> TMEM_OBJECT_BITS; key.object++) {
-		tmem_invalidate(&key, 0, BIT(TMEM_OBJECT_BITS) - 1, TMEM_INVAL_BLOCK);
+	for (block = 0; block < nr * VIRTIO_TMEM_BATCH_MAX; block += TMEM_FORGET_BLOCKS) {
+		index = tmem_block_key(&key, key.pool, block);
+		tmem_invalidate(&key, index, index + TMEM_FORGET_BLOCKS - 1, TMEM_INVAL_BLOCK);
 		cond_resched();
 	}
 	end_section(RANGE, begin, nr);

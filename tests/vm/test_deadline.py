@@ -186,18 +186,7 @@ def test_stopped_vm_gets_pages_again_soon_after_it_continues(
         assert seconds_since_boot(guest) - begun < scaled(soon_seconds)
 
 
-@pytest.mark.parametrize(
-    "readahead_kib",
-    [
-        0,
-        pytest.param(
-            64,
-            marks=pytest.mark.xfail(
-                reason="waits for readahead that begins in advance are not counted", strict=True
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("readahead_kib", [0, 64])
 def test_slow_answers_within_the_deadline_open_the_breaker(
     session: Session, kernel: Kernel, module: Path, readahead_kib: int
 ) -> None:
