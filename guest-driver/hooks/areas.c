@@ -89,6 +89,26 @@ bool tmem_area_serves(const struct gendisk *disk)
 	return found;
 }
 
+/**
+ * tmem_area_epoch() - find out in which interval an area is
+ * @disk: the disk
+ * @start: first sector of the area, on the whole disk
+ *
+ * Context: any.
+ * Return: the epoch of the area, or 0 outside of an interval or if there is no area.
+ */
+u32 tmem_area_epoch(const struct gendisk *disk, sector_t start)
+{
+	const struct tmem_area *area;
+	u32 epoch;
+
+	rcu_read_lock();
+	area = tmem_area_find(disk, start, 1);
+	epoch = area ? READ_ONCE(area->epoch) : 0;
+	rcu_read_unlock();
+	return epoch;
+}
+
 /* Returns the block that contains a sector of the whole disk. */
 static u32 block_of(const struct tmem_area *area, sector_t sector)
 {

@@ -176,16 +176,7 @@ static bool set_area(struct tracked *t)
 /* Returns whether no transfer of the bio's area was missed since the bio was submitted. */
 static bool is_same_epoch(const struct tracked *t)
 {
-	const struct tmem_area *area;
-	bool same;
-
-	if (!t->epoch)
-		return false;
-	rcu_read_lock();
-	area = tmem_area_find(t->disk, t->area_start, 1);
-	same = area && READ_ONCE(area->epoch) == t->epoch;
-	rcu_read_unlock();
-	return same;
+	return t->epoch && tmem_area_epoch(t->disk, t->area_start) == t->epoch;
 }
 
 static bool is_encoded(struct bio *bio)

@@ -90,6 +90,7 @@ static inline bool tmem_area_works(const struct tmem_area *area)
 
 const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sector, sector_t nr);
 bool tmem_area_serves(const struct gendisk *disk);
+u32 tmem_area_epoch(const struct gendisk *disk, sector_t start);
 void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep);
 bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, bool may_sleep);
 void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr);

@@ -52,6 +52,8 @@ struct fill {
 	struct tmem_fs *fs;
 	tmem_submit_t *submit;
 	u32 block;			/* block of the first page */
+	u32 epoch;			/* of the area when the fill began */
+	sector_t area_start;		/* on the whole disk */
 	bool suffix;			/* the last pages of the bio */
 	bool all;			/* all pages were got */
 	u32 *seq;			/* sequence numbers of the records */
@@ -278,6 +280,8 @@ static struct fill *fill_new(struct bio *bio, const struct tmem_area *area, stru
 		.bio = bio,
 		.fs = fs,
 		.block = area->first + block + first,
+		.epoch = area->epoch,
+		.area_start = area->start,
 		.check64 = (u64 *)(fill->page + nr),
 		.seq = (u32 *)((u64 *)(fill->page + nr) + nr),
 	};
@@ -309,8 +313,12 @@ static bool fill_end(struct fill *fill)
 	struct bio *bio = fill->bio;
 	bool whole, verify;
 
-	/* A wrong page may have blocked the mount meanwhile. */
-	if (tmem_pool_is_wrong(fill->fs->pool))
+	/*
+	 * A wrong page may have blocked the mount meanwhile. If the interval of the area has ended,
+	 * the page may be one that was put during the next drain.
+	 */
+	if (tmem_pool_is_wrong(fill->fs->pool) ||
+	    tmem_area_epoch(bio->bi_bdev->bd_disk, fill->area_start) != fill->epoch)
 		bitmap_zero(fill->want, nr);
 	verify = !bitmap_empty(fill->want, nr) &&
 		 tmem_verify_due(fill->fs, bitmap_weight(fill->want, nr));

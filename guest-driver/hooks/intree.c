@@ -70,7 +70,8 @@ unlock:
 	return wrap;
 }
 
-#define ARGS(pointer) ((struct tmem_args){ .value = { (unsigned long)(pointer) } })
+#define ARGS(...) ((struct tmem_args){ .value = { __VA_ARGS__ } })
+#define ARG(pointer) ((unsigned long)(pointer))
 
 /* --- called by the kernel ------------------------------------------------------------------ */
 
@@ -137,7 +138,7 @@ bool tmem_hook_submit_bio(struct bio *bio)
 	bool taken;
 
 	/* Do not call the replacement of submit_bio() that hook_enter() returns. */
-	if (!hook_enter(TMEM_HOOK_BIO, ARGS(bio)))
+	if (!hook_enter(TMEM_HOOK_BIO, ARGS(ARG(bio))))
 		return false;
 	taken = tmem_bio_begin(bio);
 	tmem_leave();
@@ -201,7 +202,7 @@ void tmem_hook_reclaim(void)
  */
 void tmem_hook_migrate(struct folio *to, struct folio *from)
 {
-	hook_enter(TMEM_HOOK_MIGRATE, NULL, ARGS(ARG(to), ARG(from)));
+	hook_enter(TMEM_HOOK_MIGRATE, ARGS(ARG(to), ARG(from)));
 }
 
 /**
@@ -214,7 +215,7 @@ void tmem_hook_mounted(struct super_block *sb)
 	 * Do not call the replacement of security_sb_set_mnt_opts() that hook_enter() returns if
 	 * the mount hook is on: the kernel has already called the function itself.
 	 */
-	if (!hook_enter(TMEM_HOOK_MOUNT, ARGS(sb)))
+	if (!hook_enter(TMEM_HOOK_MOUNT, ARGS(ARG(sb))))
 		return;
 	tmem_fs_mounted(sb);
 	tmem_leave();
@@ -228,7 +229,7 @@ void tmem_hook_generic_shutdown_super(struct super_block *sb)
 {
 	void (*wrap)(struct super_block *sb);
 
-	wrap = hook_enter(TMEM_HOOK_UNMOUNT, ARGS(sb));
+	wrap = hook_enter(TMEM_HOOK_UNMOUNT, ARGS(ARG(sb)));
 	if (!wrap) {
 		__generic_shutdown_super(sb);
 		return;
@@ -251,7 +252,7 @@ int tmem_hook_generic_fadvise(struct file *file, loff_t offset, loff_t len, int 
 	int (*wrap)(struct file *file, loff_t offset, loff_t len, int advice);
 	int ret;
 
-	wrap = hook_enter(TMEM_HOOK_FADVISE, ARGS(file));
+	wrap = hook_enter(TMEM_HOOK_FADVISE, ARGS(ARG(file)));
 	if (!wrap)
 		return __generic_fadvise(file, offset, len, advice);
 	ret = wrap(file, offset, len, advice);

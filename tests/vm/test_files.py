@@ -326,7 +326,7 @@ def test_swap_file_reads_no_old_byte(session: Session, kernel: Kernel, module: P
     before = stats(guest)
     guest.sh(f"swapon {path}")
     guest.sh(f"{SPECIAL} swap-out {SWAP_MIB * MIB // 2}", 60)
-    assert growth(before, stats(guest))["invalidations_block"] > SWAP_MIB * 256 // 4
+    assert growth(before, stats(guest))["invalidations_block"] > SWAP_MIB * 256 // 8
     guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
     guest.sh(f"cat {path} >/dev/null; swapoff {path}", 60)
