@@ -11,6 +11,7 @@
 #include <linux/fs.h>
 #include <linux/ftrace.h>
 #include <linux/hrtimer.h>
+#include <linux/blk_types.h>
 #include <linux/kobject.h>
 #include <linux/mm.h>
 #include <linux/mm_inline.h>
@@ -50,6 +51,11 @@ static inline bool tmem_folio_used_again(struct folio *folio)
 #endif
 	return folio_test_active(folio) || folio_test_workingset(folio);
 }
+
+/* Before Linux 6.12, a bio with a wrong alignment ends with another error. */
+#ifndef BLK_STS_INVAL
+#define BLK_STS_INVAL BLK_STS_NOTSUPP
+#endif
 
 /* The names of the system's work queues changed in 6.17, and 7.2 warns about the older names. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 17, 0)

@@ -440,11 +440,22 @@ int tmem_areas_init(void)
 }
 
 /**
+ * tmem_areas_stop() - drain no disk any more, after tmem_fs_stop()
+ *
+ * Without the hook of unmounts, a disk could be freed during its drain. A disk that does not answer
+ * delays this function.
+ */
+void tmem_areas_stop(void)
+{
+	cancel_delayed_work_sync(&drain_work);
+}
+
+/**
  * tmem_areas_exit() - free the tables, after all hooks and areas were removed
  */
 void tmem_areas_exit(void)
 {
 	unregister_pm_notifier(&pm_block);
-	cancel_delayed_work_sync(&drain_work);
+	tmem_areas_stop();
 	tmem_records_exit();
 }

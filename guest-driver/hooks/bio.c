@@ -411,11 +411,14 @@ static bool end_pages(struct tracked *t, unsigned int *budget)
 	return !t->iter.bi_size || (!t->write && t->at >= t->nr_pages);
 }
 
-/* Returns whether a write may have reached the device, which has not acknowledged it. */
+/*
+ * Returns whether a write may have reached the device, which has not acknowledged it. A user can
+ * cause INVAL by a direct write whose parts have a wrong alignment.
+ */
 static bool is_failure(blk_status_t status)
 {
 	return status && status != BLK_STS_NOTSUPP && status != BLK_STS_AGAIN &&
-	       status != BLK_STS_TARGET;
+	       status != BLK_STS_TARGET && status != BLK_STS_INVAL;
 }
 
 /*
@@ -433,6 +436,13 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 		tmem_record_long_write(-1);
 	} else if (!end_pages(t, budget)) {
 		return false;
+	} else if (t->write && !is_same_epoch(t)) {
+		/*
+		 * The blocks may have another area since, whose drain does not wait for a bio that
+		 * a throttle holds back, nor for bios of stacked disks. An entry may be older than
+		 * this write.
+		 */
+		tmem_area_erase(t->disk, t->sector, t->nr, false);
 	}
 	bio->bi_end_io = t->end_io;
 	bio->bi_private = t->private;

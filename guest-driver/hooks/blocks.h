@@ -98,6 +98,7 @@ void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr);
 struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start);
 void tmem_area_free(struct tmem_area *area);
 int tmem_areas_init(void);
+void tmem_areas_stop(void);
 void tmem_areas_exit(void);
 
 /* --- fill.c -------------------------------------------------------------------------------- */

@@ -236,6 +236,7 @@ bool tmem_record_fill(u32 block, u32 seq, const struct page *page)
 void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 {
 	struct record_set *set = set_of(block);
+	u32 *hint = hint_of(page);
 	struct record *record;
 	unsigned long flags;
 	bool alone;
@@ -243,7 +244,8 @@ void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 	spin_lock_irqsave(&set->lock, flags);
 	set->writes--;
 	record = find(set, block);
-	alone = record && record->seq == seq;
+	/* Another write from the page, to another block, takes the hint that a change needs. */
+	alone = record && record->seq == seq && hint && READ_ONCE(*hint) == block;
 	if (record && !TMEM_WITHOUT(ERASE))
 		erase(set, record);
 	if (!alone) {
@@ -438,7 +440,9 @@ void tmem_record_dirty(struct folio *folio)
 		set = set_of(block);
 		spin_lock_irqsave(&set->lock, flags);
 		record = find(set, block);
-		if (record && record->state == RECORD_WRITTEN && !TMEM_WITHOUT(DIRTY))
+		/* NONE: the write may be in flight, and the page clean again before the write ends. */
+		if (record && !TMEM_WITHOUT(DIRTY) &&
+		    (record->state == RECORD_WRITTEN || record->state == RECORD_NONE))
 			erase(set, record);
 		spin_unlock_irqrestore(&set->lock, flags);
 	}
