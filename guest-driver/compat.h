@@ -52,6 +52,9 @@ static inline bool tmem_folio_used_again(struct folio *folio)
 	return folio_test_active(folio) || folio_test_workingset(folio);
 }
 
+/* Since Linux 6.17, an open file has the order with which its readahead goes on. */
+#define TMEM_HAS_RA_ORDER (LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0))
+
 /* Before Linux 6.12, a bio with a wrong alignment ends with another error. */
 #ifndef BLK_STS_INVAL
 #define BLK_STS_INVAL BLK_STS_NOTSUPP

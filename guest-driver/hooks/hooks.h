@@ -32,6 +32,7 @@ enum tmem_hook {
 	TMEM_HOOK_DROP_SLAB,	/* drop_slab(): second half of drop_caches=3 */
 	TMEM_HOOK_RECLAIM,	/* try_to_unmap_flush(): after some evictions of reclaim */
 	TMEM_HOOK_MIGRATE,	/* folio_migrate_flags(): a folio moves to other page frames */
+	TMEM_HOOK_READAHEAD,	/* page_cache_ra_order(), since Linux 6.17 */
 	TMEM_HOOK_SELFTEST,	/* a function of this module's own */
 	NR_TMEM_HOOKS
 };
@@ -278,6 +279,10 @@ void tmem_drop_slab_add(void);
 /* --- reclaim.c ----------------------------------------------------------------------------- */
 
 void tmem_reclaim_add(void);
+
+/* --- readahead.c --------------------------------------------------------------------------- */
+
+void tmem_readahead_add(void);
 
 /* --- migrate.c ----------------------------------------------------------------------------- */
 

@@ -170,6 +170,7 @@ static int hooks_up(void)
 	tmem_drop_slab_add();
 	tmem_reclaim_add();
 	tmem_migrate_add();
+	tmem_readahead_add();
 	tmem_hooks_set(TMEM_HOOK_REMOVED);
 	tmem_hooks_set(TMEM_HOOK_DIRTY);
 	return 0;

@@ -12,8 +12,8 @@
 
 #include "blocks.h"
 
-/* Maximum number of targets: mm and VFS 6, bios 1, self-test 1. */
-#define TMEM_TARGETS_MAX 8
+/* Maximum number of targets: mm and VFS 7, bios 1, self-test 1. */
+#define TMEM_TARGETS_MAX 9
 
 DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
 EXPORT_SYMBOL_GPL(tmem_hooks_key);
@@ -204,6 +204,18 @@ void tmem_hook_migrate(struct folio *to, struct folio *from)
 {
 	hook_enter(TMEM_HOOK_MIGRATE, ARGS(ARG(to), ARG(from)));
 }
+
+#if TMEM_HAS_RA_ORDER
+/**
+ * tmem_hook_ra_order() - handle the entry of page_cache_ra_order()
+ * @rac: the window
+ * @ra: readahead state of the open file
+ */
+void tmem_hook_ra_order(struct readahead_control *rac, struct file_ra_state *ra)
+{
+	hook_enter(TMEM_HOOK_READAHEAD, ARGS(ARG(rac), ARG(ra)));
+}
+#endif
 
 /**
  * tmem_hook_mounted() - handle a file system that was just mounted

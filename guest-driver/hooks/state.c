@@ -24,6 +24,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_DROP_SLAB] = "drop_slab",
 	[TMEM_HOOK_RECLAIM] = "reclaim",
 	[TMEM_HOOK_MIGRATE] = "migrate",
+	[TMEM_HOOK_READAHEAD] = "readahead",
 	[TMEM_HOOK_SELFTEST] = "selftest",
 };
 

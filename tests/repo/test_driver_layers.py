@@ -45,7 +45,7 @@ hooks/fadvise hooks/selftest
 hooks/put
 hooks/tracepoints
 hooks/discover
-hooks/vfs hooks/reclaim hooks/migrate
+hooks/vfs hooks/reclaim hooks/migrate hooks/readahead
 hooks/init
 main
 """

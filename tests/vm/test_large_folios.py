@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from driver import Torture, checksums, settle, stats, wait_state
+from driver import Torture, checksums, growth, settle, stats, wait_state
 from test_filesystems import boot
 
 from harness.guest import Guest
@@ -22,6 +22,8 @@ HUGE_ORDER = 9
 # Largest number of pages of a folio that the driver puts, TMEM_FOLIO_MAX_PAGES. The driver copies
 # them with interrupts off.
 PUT_MAX = 32
+WINDOW_KIB = 8192
+STREAM_MIB = 48
 
 TRACING = "/sys/kernel/tracing"
 REMOVED = f"{TRACING}/events/filemap/mm_filemap_delete_from_page_cache"
@@ -87,3 +89,20 @@ def test_changed_and_partly_held_folios_read_no_old_byte(
     assert counters["hits" if not verify else "verified_hits"] > 100
     assert counters["verify_mismatches"] == 0
     wait_state(guest, "on")
+
+
+def test_pages_of_a_stream_are_put(
+    session: Session, kernel: Kernel, module: Path, file_system: str
+) -> None:
+    """Readahead in windows of 8 MiB makes no folio of which the driver puts only a part."""
+    guest = boot(session, kernel, module, file_system)
+    guest.sh(f"echo {WINDOW_KIB} >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+    path = "/mnt/stream"
+    guest.sh(f"dd if=/dev/urandom of={path} bs=1M count={STREAM_MIB} 2>/dev/null; sync", 60)
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    before = stats(guest)
+    guest.sh(f"cat {path} >/dev/null && echo 1 >/proc/sys/vm/drop_caches", 60)
+    grown = growth(before, stats(guest))
+    print(grown)
+    assert grown["puts_eligible"] > STREAM_MIB * 256 * 0.9
+    assert grown["puts_skipped_large"] < grown["puts_eligible"] * 0.1

@@ -415,12 +415,12 @@ def boot_with_small_index(
         kernel,
         module,
         parameters="verify_every=0 admission=off",
-        files=20,
+        files=24,
         memory_bytes=160 * MIB,
     )
     evict(guest, list(sums))
     settle_refs(guest)
-    some = dict(list(sums.items())[:14])
+    some = dict(list(sums.items())[:16])
     assert checksums(guest, list(some)) == some
     before = stats(guest)
     retained = before["index_retained_pages"]

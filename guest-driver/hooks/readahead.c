@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Hook of page_cache_ra_order(), which allocates the folios of a readahead window.
+ *
+ * The driver puts the first TMEM_FOLIO_MAX_PAGES pages of a folio only. Since Linux 6.17, each
+ * window of a stream has folios of four times the size, up to 2 MiB if the windows are as large. So
+ * 85 % of the pages of a file that is read in windows of 8 MiB would be lost. This hook limits the
+ * order that the next window begins with.
+ *
+ * A stream never reaches the order of a huge page then. If an open file already has that order, the
+ * application has requested huge pages (MADV_HUGEPAGE), and the order stays.
+ *
+ * The order is in the readahead state of the open file. The kernel changes this state without a
+ * lock, and so does this hook. In the worst case a window has smaller or larger folios.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/fs.h>
+#include <linux/log2.h>
+#include <linux/pagemap.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+#if TMEM_HAS_RA_ORDER
+
+static void entry_ra_order(struct tmem_args *args)
+{
+	const struct readahead_control *rac = (void *)tmem_arg(args, 0);
+	struct file_ra_state *ra = (void *)tmem_arg(args, 1);
+	unsigned int most = ilog2(TMEM_FOLIO_MAX_PAGES), order = READ_ONCE(ra->order);
+
+	if (order > most && order < PMD_SHIFT - PAGE_SHIFT &&
+	    tmem_fs_serves(rac->mapping->host->i_sb))
+		WRITE_ONCE(ra->order, most);
+}
+
+/**
+ * tmem_readahead_add() - hook readahead
+ *
+ * Coherence does not depend on this hook. Without it, fewer pages of large folios are put.
+ */
+void tmem_readahead_add(void)
+{
+	const struct tmem_target target = {
+		.hook = TMEM_HOOK_READAHEAD,
+		.entry = entry_ra_order,
+	};
+	int err = tmem_target_add_name("page_cache_ra_order", &target);
+
+	if (err)
+		pr_info("cannot hook page_cache_ra_order: error %d; only the first %d pages of large folios are put\n",
+			err, TMEM_FOLIO_MAX_PAGES);
+}
+
+#else
+
+void tmem_readahead_add(void)
+{
+}
+
+#endif
