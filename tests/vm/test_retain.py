@@ -403,7 +403,7 @@ def test_driver_puts_copies_while_references_find_no_page(
 def boot_with_small_index(
     session: Session, kernel: Kernel, module: Path
 ) -> tuple[Guest, dict[str, str], dict[str, int]]:
-    """Boots a guest whose index has two thirds retained and one third held entries.
+    """Boots a guest whose index has three quarters retained and one quarter held entries.
 
     Returns the guest, the SHA-256 of the files with retained pages, and the driver's counters. An
     eighth of the index's memory, which includes the table, is less than that of the retained
@@ -415,7 +415,7 @@ def boot_with_small_index(
         kernel,
         module,
         parameters="verify_every=0 admission=off",
-        files=24,
+        files=21,
         memory_bytes=160 * MIB,
     )
     evict(guest, list(sums))
@@ -438,7 +438,7 @@ def test_full_index_erases_retained_entries_first(
     set_parameter(guest, "test_index_bytes", str(before["index_bytes"]))
     # Put files for the first time, without evicting other files, until the index is full.
     set_parameter(guest, "test_hooks_off", "fadvise")
-    for number in range(20, 24):
+    for number in range(21, 24):
         guest.sh(f"cat {WHERE}/f{number} >/dev/null")
         evict_one(guest, f"{WHERE}/f{number}")
         if stats(guest)["retained_evicted"] > 0:
