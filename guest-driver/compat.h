@@ -16,7 +16,6 @@
 #include <linux/mm.h>
 #include <linux/mm_inline.h>
 #include <linux/pagemap.h>
-#include <linux/pgtable.h>
 #include <linux/shrinker.h>
 #include <linux/slab.h>
 #include <linux/version.h>

@@ -38,7 +38,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
  */
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
-extern unsigned int tmem_hold_breaker, tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
+extern unsigned int tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
 extern unsigned int tmem_hold_submit, tmem_hold_fill;
 void tmem_hold(unsigned int *place);
 

@@ -124,7 +124,7 @@ bool tmem_evicted_read(struct tmem_evicted *evicted);
  * The page is sent to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in ticks),
  * unless the maximum number of batches is in flight (core/send.c).
  */
-bool tmem_put(const struct tmem_key *key, pgoff_t index, struct tmem_evicted *evicted,
+bool tmem_put(const struct tmem_key *key, pgoff_t index, const struct tmem_evicted *evicted,
 	      bool workingset);
 /*
  * Sends batches that puts have filled. A kernel for which tmem_has_put_end() is true calls it after

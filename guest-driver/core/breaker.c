@@ -116,9 +116,6 @@ static bool breaker_close(struct tmem_dev *dev, bool forget)
 /* Logs and reports that the breaker has opened. */
 static void opened(struct tmem_dev *dev)
 {
-	/* A tasklet, which cannot stop, ends fetches. */
-	if (in_task())
-		TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
 	/*
 	 * Another task may have closed the breaker after this one opened it and dropped the lock.

@@ -228,7 +228,6 @@ struct tmem_get_req {
 	unsigned int first;
 	unsigned int count;
 	unsigned int nr_blocks;
-	u64 sent_ns;			/* time at which the reader began to wait for the answer */
 	u64 answered_ns;		/* time at which the driver saw the answer */
 	u64 retain;			/* pages that the device may retain, one bit each */
 	void *block[TMEM_BATCH_BLOCKS];
@@ -350,7 +349,7 @@ struct tmem_dev {
 	struct tmem_slot *slot;
 	void **block;
 	/*
-	 * A page for each processor, into which read_evicted() copies an evicted page. Used with
+	 * A page for each processor, into which tmem_evicted_read() copies an evicted page. Used with
 	 * interrupts off.
 	 */
 	void __percpu *scratch;

@@ -36,7 +36,6 @@
 #include <linux/hash.h>
 #include <linux/log2.h>
 
-#include "../compat.h"
 #include "../trace.h"
 #include "index.h"
 

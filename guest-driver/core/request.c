@@ -18,7 +18,6 @@
  */
 #include <linux/highmem.h>
 #include <linux/moduleparam.h>
-#include <linux/sched.h>
 #include <linux/slab.h>
 
 #include "get.h"
@@ -370,7 +369,6 @@ static void request_pages(struct tmem_fetch *fetch, struct tmem_queue *queue,
 		get->out.cookie[nr] = cpu_to_le64(base + tmem_entry_offset(entry[nr]));
 	}
 	why = TMEM_STAT_misses_queue;
-	get->sent_ns = ktime_get_ns();
 	/* The answer may come at once. The caller has a use of the fetch, too. */
 	atomic_inc(&fetch->pending);
 	if (tmem_get_submit(dev, get, fetch->generation, where->pool)) {

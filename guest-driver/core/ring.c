@@ -130,8 +130,8 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
  * architecture has CONFIG_ARCH_HAS_COPY_MC. An ordinary access would stop the guest. The check
  * reads the copy, which is in the processor's first-level cache.
  *
- * Other code of the driver does not need this function. It reads pages that it has just written,
- * such as the pages that a get fills.
+ * Other code of the driver does not need this function. It reads pages that the driver or the disk
+ * has just filled, or that the disk reads, too.
  */
 static bool copy_page_mc(void *to, struct page *page, struct tmem_checks *checks)
 {
@@ -147,31 +147,18 @@ static bool copy_page_mc(void *to, struct page *page, struct tmem_checks *checks
 	return true;
 }
 
-/* Copies an evicted page to the processor's scratch page. Returns false after a memory error. */
-static bool read_evicted(struct tmem_dev *dev, struct tmem_evicted *evicted)
-{
-	void *copy = this_cpu_ptr(dev->scratch);
-
-	if (evicted->copy)
-		return true;
-	evicted->error = evicted->error || !copy_page_mc(copy, evicted->page, &evicted->checks);
-	if (!evicted->error)
-		evicted->copy = copy;
-	return evicted->copy;
-}
-
 /*
  * Copies a page into the put ring and enters it into the index. If that fails, sets @why to the
  * reason and leaves no entry of this put in the index.
  */
 static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
-		struct tmem_evicted *evicted, bool workingset, enum tmem_stat *why)
+		const struct tmem_evicted *evicted, bool workingset, enum tmem_stat *why)
 {
 	struct tmem_queue *queue = tmem_queue_of(dev, tmem_index_bucket(key), index);
 	struct tmem_where where;
 	struct tmem_slot *slot;
 	void *data;
-	int err = 0;
+	int err;
 
 	slot = reserve(dev, queue, &data, why);
 	if (!slot) {
@@ -185,16 +172,10 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		return false;
 	}
 
-	if (evicted->copy)
-		memcpy(data, evicted->copy, PAGE_SIZE);
-	else if (evicted->error || !copy_page_mc(data, evicted->page, &evicted->checks))
-		err = -EIO;
-	if (!err)
-		err = tmem_index_store(key, index,
-				       tmem_entry(slot->offset, evicted->checks.check), &where);
+	memcpy(data, evicted->copy, PAGE_SIZE);
+	err = tmem_index_store(key, index, tmem_entry(slot->offset, evicted->checks.check), &where);
 	if (err) {
-		*why = err == -EIO ? TMEM_STAT_puts_dropped_memory_error :
-		       err == -ENOSPC ? TMEM_STAT_puts_dropped_index_full :
+		*why = err == -ENOSPC ? TMEM_STAT_puts_dropped_index_full :
 		       err == -ENODEV ? TMEM_STAT_puts_dropped_pool :
 		       TMEM_STAT_puts_dropped_nomem;
 		WRITE_ONCE(slot->state, TMEM_SLOT_SKIP);
@@ -215,11 +196,11 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 
 /*
  * If the host retains the page and the page has not changed, makes its index entry held instead of
- * retained, and queues a reference instead of a copy. Returns -EIO if the page has a memory error,
- * otherwise the result of tmem_index_hold(). The caller has disabled interrupts.
+ * retained, and queues a reference instead of a copy. Returns the result of tmem_index_hold(). The
+ * caller has disabled interrupts.
  */
 static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
-		 struct tmem_evicted *evicted)
+		 const struct tmem_evicted *evicted)
 {
 	/*
 	 * Read the epoch before the entry becomes held. If the epoch changes in between, the sender
@@ -232,9 +213,6 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
 
 	if (!dev->retain || !tmem_index_retained(key, index))
 		return -ENOENT;
-	/* Copy the page only because the check must survive a memory error. */
-	if (!read_evicted(dev, evicted))
-		return -EIO;
 	check = evicted->checks.check;
 	if (TMEM_INJECT(retained_changed))
 		check ^= 1;
@@ -249,7 +227,7 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
  * counter of the outcome. The caller has disabled interrupts.
  */
 static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
-			   struct tmem_evicted *evicted, bool workingset)
+			   const struct tmem_evicted *evicted, bool workingset)
 {
 	/*
 	 * The filter records each evicted page, even if its decision is not needed because the page
@@ -263,8 +241,6 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 		return TMEM_STAT_refs;
 	if (err == -EILSEQ)
 		return TMEM_STAT_retained_changed;
-	if (err == -EIO)
-		return TMEM_STAT_puts_dropped_memory_error;
 	/* If the page has no retained entry (-ENOENT), put it. */
 	if (!admitted)
 		return TMEM_STAT_puts_skipped_admission;
@@ -273,8 +249,8 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 }
 
 /**
- * tmem_evicted_read() - copy a page that leaves the page cache, and compute its checks
- * @evicted: the page, whose content does not change
+ * tmem_evicted_read() - copy a page to the processor's scratch page, and compute its checks
+ * @evicted: the page, which leaves the page cache, and whose content does not change
  *
  * Context: interrupts off.
  *
@@ -283,21 +259,26 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 bool tmem_evicted_read(struct tmem_evicted *evicted)
 {
 	struct tmem_dev *dev;
-	bool read;
+	void *copy;
 
 	lockdep_assert_irqs_disabled();
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
-	read = dev && read_evicted(dev, evicted);
+	if (dev) {
+		copy = this_cpu_ptr(dev->scratch);
+		evicted->error = !copy_page_mc(copy, evicted->page, &evicted->checks);
+		if (!evicted->error)
+			evicted->copy = copy;
+	}
 	rcu_read_unlock();
-	return read;
+	return evicted->copy;
 }
 
 /**
  * tmem_put() - offer a page that leaves the page cache
  * @key: object of its block
  * @index: place of the block in the object
- * @evicted: the page, whose content does not change during the call
+ * @evicted: the page, which tmem_evicted_read() has read since interrupts were disabled
  * @workingset: the page was used again after it was read in
  *
  * Context: any but NMI; never waits.
@@ -305,7 +286,7 @@ bool tmem_evicted_read(struct tmem_evicted *evicted)
  * Return: true if the put ring took the page, or if the host has it. Otherwise the index has no
  * entry for the page.
  */
-bool tmem_put(const struct tmem_key *key, pgoff_t index, struct tmem_evicted *evicted,
+bool tmem_put(const struct tmem_key *key, pgoff_t index, const struct tmem_evicted *evicted,
 	      bool workingset)
 {
 	enum tmem_stat why = TMEM_STAT_puts_dropped_offline;

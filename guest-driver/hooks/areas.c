@@ -335,21 +335,29 @@ static bool is_visible(struct block_device *bdev)
  * tmem_area_new() - make the area of a file system
  * @sb: its super block, whose device stays open until tmem_area_free()
  * @from_start: the file system is being mounted, and no write of it has been missed
+ * @why: set to the reason if there is no area
  *
  * Context: process, may sleep.
  * Return: the area; NULL if there is no memory, no free block number (16 TiB in all areas), or if
  * the device has writes that are no bios.
  */
-struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start)
+struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start,
+				const char **why)
 {
 	struct block_device *bdev = sb->s_bdev;
 	u64 nr = bdev_nr_sectors(bdev) / TMEM_BLOCK_SECTORS;
 	struct tmem_area *area;
 	unsigned int i;
 
-	area = is_visible(bdev) ? kzalloc(sizeof(*area), GFP_KERNEL) : NULL;
-	if (!area)
+	if (!is_visible(bdev)) {
+		*why = "the disk has writes that are no bios";
 		return NULL;
+	}
+	area = kzalloc(sizeof(*area), GFP_KERNEL);
+	if (!area) {
+		*why = "no memory; mount the file system again";
+		return NULL;
+	}
 	area->sb = sb;
 	area->disk = bdev->bd_disk;
 	area->start = get_start_sect(bdev);
@@ -363,6 +371,7 @@ struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start)
 	if (!area->first || i == TMEM_FS_MAX) {
 		mutex_unlock(&areas_lock);
 		kfree(area);
+		*why = "no free block numbers, which are for 16 TiB of disks in all";
 		return NULL;
 	}
 	rcu_assign_pointer(areas[i], area);

@@ -12,7 +12,6 @@
 #include <linux/module.h>
 #include <linux/slab.h>
 
-#include "../compat.h"
 #include "blocks.h"
 #include "fs.h"
 
@@ -118,7 +117,7 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 		snprintf(fs->refused, sizeof(fs->refused), "refused: %s", why);
 		pr_notice("%s on %s is %s\n", type->name, sb->s_id, fs->refused);
 	} else {
-		fs->area = tmem_area_new(sb, new);
+		fs->area = tmem_area_new(sb, new, &fs->no_area);
 	}
 	if (tmem_mount_add(fs, sb->s_dev)) {
 		tmem_fs_free(fs);

@@ -8,7 +8,6 @@
 #include <linux/fs.h>
 #include <linux/pagemap.h>
 
-#include "../compat.h"
 #include "hooks.h"
 
 /* Maximum number of running POSIX_FADV_DONTNEED calls whose ranges the driver records. */

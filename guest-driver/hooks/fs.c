@@ -268,9 +268,13 @@ int tmem_fs_state(const struct tmem_fs *fs, char *buf, size_t bytes)
 		return scnprintf(buf, bytes,
 				 "blocked: %s, block %llu; check the file system and mount it again",
 				 why, block);
-	else if (!tmem_area_works(fs->area))
+	else if (!fs->area)
+		return scnprintf(buf, bytes, "blocked: %s", fs->no_area);
+	else if (READ_ONCE(fs->area->failed))
+		state = "blocked: a write of the disk failed; mount the file system again";
+	else if (!tmem_area_works(fs->area) && !fs->area->drained)
 		state = "blocked: the driver does not see all writes of the disk";
-	else if (!READ_ONCE(fs->live))
+	else if (!tmem_area_works(fs->area) || !READ_ONCE(fs->live))
 		state = "starting";
 	return scnprintf(buf, bytes, "%s", state);
 }

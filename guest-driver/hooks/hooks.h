@@ -14,7 +14,6 @@
 #include <linux/fs.h>
 #include <linux/kobject.h>
 #include <linux/percpu.h>
-#include <linux/sched.h>
 #include <linux/spinlock.h>
 
 #include "../testing.h"
@@ -150,6 +149,7 @@ struct tmem_fs {
 	struct tmem_fs_type *type;
 	struct tmem_pool *pool;
 	struct tmem_area *area;		/* its disk blocks, or NULL (blocks.h) */
+	const char *no_area;		/* why area is NULL, unless the mount is refused */
 	bool live;			/* puts and gets are allowed */
 	bool flush;			/* the discovery will empty the pool */
 	/* switched off by the operator; guarded by tmem_fs_switch_lock */

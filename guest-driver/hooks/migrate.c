@@ -13,7 +13,6 @@
 #include <linux/migrate.h>
 #include <linux/pagemap.h>
 
-#include "../compat.h"
 #include "blocks.h"
 #include "hooks.h"
 

@@ -133,16 +133,9 @@ static const struct kobj_type mount_ktype = {
  */
 int tmem_mount_add(struct tmem_fs *fs, dev_t dev)
 {
-	/*
-	 * A serial number keeps the names distinct. If a test switches the unmount hook off,
-	 * directories of earlier mounts of the device are left.
-	 */
-	const char *format = tmem_hook_off(TMEM_HOOK_UNMOUNT) ? "%u:%u-%u" : "%u:%u";
-	static unsigned int serial;	/* guarded by discovery_lock */
-
 	init_completion(&fs->released);
-	return tmem_kobject_init_and_add(&fs->kobj, &mount_ktype, mounts_kobj, format, MAJOR(dev),
-					 MINOR(dev), ++serial);
+	return tmem_kobject_init_and_add(&fs->kobj, &mount_ktype, mounts_kobj, "%u:%u", MAJOR(dev),
+					 MINOR(dev));
 }
 
 /**

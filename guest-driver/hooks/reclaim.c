@@ -19,8 +19,6 @@
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
-#include <linux/sched.h>
-
 #include "../compat.h"
 #include "hooks.h"
 

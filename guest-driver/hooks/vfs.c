@@ -5,7 +5,6 @@
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/fs.h>
-#include <linux/fs_context.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/security.h>

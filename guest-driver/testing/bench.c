@@ -176,7 +176,8 @@ static int bench_puts(struct bench *bench, unsigned int at)
 		bench->check += tmem_check_page(&tmem_keys, to);
 		t[2] = bench_ticks();
 		evicted = (struct tmem_evicted){ .page = bench->from };
-		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, &evicted, false);
+		put = tmem_evicted_read(&evicted) &&
+		      tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, &evicted, false);
 		t[3] = bench_ticks();
 		local_irq_restore(flags);
 		tmem_put_end();
@@ -216,7 +217,8 @@ static int bench_folio(struct bench *bench, enum bench_kind kind, unsigned int a
 		begin = bench_ticks();
 		for (i = 0, taken = 0; i < pages; i++) {
 			evicted = (struct tmem_evicted){ .page = page + i };
-			taken += tmem_put(&key, bench->next_cold + i, &evicted, false);
+			taken += tmem_evicted_read(&evicted) &&
+				 tmem_put(&key, bench->next_cold + i, &evicted, false);
 		}
 		bench->sample[kind][at] = bench_ticks() - begin;
 		local_irq_restore(flags);

@@ -84,11 +84,8 @@ bool tmem_inject(atomic_t *calls, unsigned int every)
 	return every && !((unsigned int)atomic_inc_return(calls) % every);
 }
 
-unsigned int tmem_hold_breaker, tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
+unsigned int tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
 unsigned int tmem_hold_submit, tmem_hold_fill;
-module_param_named(test_hold_breaker, tmem_hold_breaker, uint, 0644);
-MODULE_PARM_DESC(test_hold_breaker, "TEST: 1: stop the next task that opened the breaker, before it reports the open breaker; reads 2 while the task waits; 0: let it continue");
-
 module_param_named(test_hold_feeder, tmem_hold_feeder, uint, 0644);
 MODULE_PARM_DESC(test_hold_feeder, "TEST: 1: stop the feeder thread when it is next woken; reads 2 while it waits; 0: let it continue");
 

@@ -432,13 +432,12 @@ def test_checks_of_transfers_on_a_striped_volume(
     stripes = Stripes(guest)
     check_each(guest, {"read_seq": stripes.read_during_write})
     # The driver cannot drain a volume, and does not use it any more until it is unmounted.
-    for check, sequence in (
-        ("failed", stripes.write_after_failure),
-        ("bio_queue", stripes.write_beside_submit_bio),
+    for check, sequence, why in (
+        ("failed", stripes.write_after_failure, "a write of the disk failed"),
+        ("bio_queue", stripes.write_beside_submit_bio, "the driver does not see all writes"),
     ):
         check_each(guest, {check: sequence})
-        blocked = "blocked: the driver does not see all writes of the disk"
-        assert Mount(guest, OTHER).read("state") == blocked
+        assert Mount(guest, OTHER).read("state").startswith(f"blocked: {why}")
         guest.sh(f"umount {OTHER}", 60)
         stripes.mount()
     stripes.file()
@@ -487,7 +486,7 @@ def test_area_starts_with_a_drain(session: Session, kernel: Kernel, test_module:
             evict(guest, path)
             assert stats(guest)["puts"] > 0
         else:
-            assert mount.read("state").startswith("blocked: the driver does not see all writes")
+            assert mount.read("state") == "starting"
         vm.qemu_io("data", "resume held")
         assert writer.wait().status == 0
         reader.wait()
@@ -550,7 +549,7 @@ def test_disks_with_writes_that_are_no_bios_are_refused(
         if kind == "rw_page":
             guest.sh(f"mkswap {path}")
         mount = Mount(guest, OTHER)
-        mount.wait("on" if removed else "blocked: the driver does not see all writes")
+        mount.wait("on" if removed else "blocked: the disk has writes that are no bios")
         drop(guest)
         guest.get(path)
         drop(guest)

@@ -146,5 +146,5 @@ def test_page_of_a_direct_write_with_a_disk_error_is_not_put(
         assert "Input/output error" in done.text
         guest.sh(f"{DM} data {whole}")
         check_new(guest, path)
-        assert Mount(guest, WHERE).read("state").startswith("blocked: the driver does not see")
+        assert Mount(guest, WHERE).read("state").startswith("blocked: a write of the disk")
         guest.sh(f"umount {WHERE}", 60)
