@@ -29,7 +29,7 @@ LOADS = "/loads"  # directory in the guest with the requests of all repetitions
 TOTALS = ("puts_eligible", "puts_lost", "hits", "misses_late", "misses_tripped")
 # Prefixes of counters that tell why pages are not in the pool, or are not read from there.
 REASONS = ("puts_dropped_", "puts_skipped_", "puts_refused", "puts_unanswered", "refs_gone",
-           "refs_dropped", "refs_unanswered", "reads_nowait", "trips")  # fmt: skip
+           "refs_dropped", "refs_unanswered", "trips")  # fmt: skip
 SQLITE_SUITE = "bookworm"
 SQLITE_PACKAGES = ("sqlite3", "libsqlite3-0", "libreadline8", "libtinfo6", "zlib1g", "libc6")
 

@@ -394,15 +394,6 @@ def explanations(found: dict[str, Any]) -> list[str]:
             f"a guest with less RAM {without:.2f} s without the pool and {with_pool:.2f} s with it."
             f" The whole file in RAM is {without / cached:.1f} times as fast as no pool."
         )
-    for key in ("seq_reread_8", "rand_reread_io_uring"):
-        if key in parts and (left := _median(found, key, WITH, "reads_nowait")):
-            hits = _median(found, key, WITH, "hits")
-            out.append(
-                f"`{key}_speedup`: io_uring first tries each read without waiting, and the driver "
-                "leaves the readahead of such a read to the disk. It did so "
-                f"{left:,.0f} times in each repetition, in which {hits:,.0f} pages came from the "
-                "pool. So readers with io_uring lose a part of the gain."
-            )
     for key, name in (("oltp_ro", "oltp_ro_speedup"), ("oltp_rw", "oltp_rw_ratio")):
         if key in parts:
             seconds = Oltp.count / _median(found, key, WITHOUT, "tps")
