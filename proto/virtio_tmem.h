@@ -37,7 +37,7 @@
 #define VIRTIO_TMEM_REQUEST_QUEUES_MAX		16	/* without the control queue */
 #define VIRTIO_TMEM_QUEUE_SIZE_MAX		1024	/* descriptors in a queue */
 #define VIRTIO_TMEM_CHUNK_SHIFT			8	/* log2 of pages in a chunk (1 MiB) */
-#define VIRTIO_TMEM_INDEX_BITS			51	/* bits of a page index (file: 2^63 B) */
+#define VIRTIO_TMEM_INDEX_BITS			51	/* bits of a page index (2^63 B) */
 #define VIRTIO_TMEM_POOLS_MAX			256	/* pools that exist at the same time */
 
 /* Queue 0 is the control queue, 1 .. num_request_queues are request queues. */
@@ -203,7 +203,7 @@ struct virtio_tmem_report {
 	__le64 hits;			/* requested pages that were found and used */
 	__le64 late;			/* GET requests without answer by the deadline */
 	__le64 mismatches;		/* pages that failed a check; must be 0 */
-	__le64 invalidations;		/* index entries erased because a file changed */
+	__le64 invalidations;		/* index entries erased, for any reason */
 	__u8 kernel[64];		/* kernel release, any bytes, NUL-padded */
 };
 

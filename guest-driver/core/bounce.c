@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Get requests and their bounce pages, into which the host writes the answers. request.c takes and
- * sends requests, the device writes to the bounce pages, and send.c passes the answers to the
- * waiting readers and to fetches.
+ * sends requests, the device writes to the bounce pages, and send.c passes the answers to
+ * fetches and probes.
  */
 #include <linux/slab.h>
 

@@ -18,8 +18,9 @@
  *	dev->fetch_lock		fetches in flight; no lock is taken inside
  * control_vq_lock, window_lock, the lock of the index's limit (budget.c) and the locks of admit.c
  * and policy.c are leaf locks. vq_lock and bucket->lock are never held together. Callers
- * may hold mm and file system locks (i_pages), so none of these locks may be held while an mm or
- * file system lock is taken. An interrupt takes send_lock and all locks below it.
+ * may hold mm and file system locks (i_pages) and the lock of a record set (hooks/records.c), so
+ * none of these locks may be held while one of those is taken. An interrupt takes send_lock and all
+ * locks below it.
  *
  * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock guards
  * the objects of one bucket. send_lock, ring_lock and vq_lock guard one queue. block_lock is taken
@@ -349,8 +350,8 @@ struct tmem_dev {
 	struct tmem_slot *slot;
 	void **block;
 	/*
-	 * A page for each processor, into which tmem_evicted_read() copies an evicted page. Used with
-	 * interrupts off.
+	 * A page for each processor, into which tmem_evicted_read() copies an evicted page. Used
+	 * with interrupts off.
 	 */
 	void __percpu *scratch;
 	/* Guards free, first_free and nr_free. */

@@ -9,8 +9,8 @@
 #include "core.h"
 
 /*
- * Maximum number of requests in flight of one get. They bring 4 MiB of pages, the largest readahead
- * in use.
+ * Maximum number of requests in flight of one fetch. Together they bring at most
+ * TMEM_FETCH_PAGES_MAX pages.
  */
 #define TMEM_GET_BURST		16
 

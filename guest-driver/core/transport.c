@@ -283,7 +283,7 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_state_offline("no device");
 	rcu_assign_pointer(tmem_device, NULL);
 	synchronize_rcu();
-	/* New puts find no device. Wait for gets and fetches, which end at their deadline. */
+	/* New puts find no device. Wait for fetches, which end at their deadline. */
 	tmem_dev_users_wait(dev);
 	kthread_stop(dev->feeder);
 	tmem_sync_stop(dev);

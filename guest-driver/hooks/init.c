@@ -93,8 +93,9 @@ static bool release_served(const struct tested_kernel *kernel, const char *relea
 }
 
 /*
- * Makes the driver compare more hits with the disk if the point release of the running kernel was
- * not tested. The self-test cannot prove that a point release did not change the file systems.
+ * Makes the driver compare more reads with the disk if the point release of the running kernel was
+ * not tested. The self-test cannot prove that a point release did not change mm or the block
+ * layer.
  */
 static void check_point_release(const struct tested_kernel *kernel, const char *release)
 {

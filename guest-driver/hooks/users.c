@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Waits for tasks in sections that may sleep: replacement functions of this module, and reads that
- * use a file system. hooks.h has the functions that begin and end a section.
+ * Waits for sections that may last long: replacement functions of this module, bios in flight, and
+ * fills. hooks.h has the functions that begin and end a section.
  */
 #include <linux/percpu.h>
 #include <linux/sched.h>

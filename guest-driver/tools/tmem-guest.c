@@ -98,9 +98,9 @@ static const char drop_text[] =
 "\n"
 "Drops files from this guest's page cache. The pages do not go into the pool of\n"
 "the host; pages that are there stay. For a directory, drops all files below it.\n"
-"Changed pages are written to the disk first. Pages that are in use, for example by mmap(), stay. Symbolic links are\n"
-"not followed, and other file systems are not entered. Users may drop their own\n"
-"files, root may drop all files.\n"
+"Changed pages are written to the disk first. Pages that are in use, for example\n"
+"by mmap(), stay. Symbolic links are not followed, and other file systems are not\n"
+"entered. Users may drop their own files, root may drop all files.\n"
 "\n"
 "Prints the number of files and of dropped pages.\n";
 

@@ -326,7 +326,7 @@ structs! {
         late: U64,
         /// Number of pages that failed a check; must be 0.
         mismatches: U64,
-        /// Number of index entries that the driver erased because the file changed.
+        /// Number of index entries that the driver erased, for any reason.
         invalidations: U64,
         /// Release of the guest's kernel: any bytes, padded with NUL.
         kernel: [u8; 64],

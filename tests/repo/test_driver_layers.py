@@ -39,7 +39,8 @@ core/transport
 hooks/state hooks/users hooks/seen
 hooks/fs
 hooks/ftrace hooks/verify hooks/refuse hooks/mounts hooks/device hooks/records
-hooks/areas hooks/fill
+hooks/areas
+hooks/fill
 hooks/bio
 hooks/fadvise hooks/selftest
 hooks/put

@@ -120,7 +120,7 @@ def test_untested_kernel_release_compares_more_hits_with_the_disk(
 ) -> None:
     name = untested(kernel)
     guest = driver_guest(session, kernel, test_module, parameters=f"test_release={name}-1~deb12u1")
-    assert state(guest) == note(name, "one hit in 64 is")
+    assert state(guest) == note(name, "one read in 64 is")
     write_files(guest)
     read_first_hits(guest)
     hits, compared = read_again(guest)
@@ -130,7 +130,7 @@ def test_untested_kernel_release_compares_more_hits_with_the_disk(
     # A value of verify_every that the operator sets has priority, and the state shows it.
     for every in (1024, 512):
         set_parameter(guest, "verify_every", f"{every}")
-        assert state(guest) == note(name, f"one hit in {every} is")
+        assert state(guest) == note(name, f"one read in {every} is")
         check_share(*read_again(guest), every)
     set_parameter(guest, "verify_every", "0")
     assert state(guest) == note(name, "no hit is")
@@ -145,7 +145,7 @@ def test_verify_every_set_at_load_overrides_the_untested_default(
     guest = driver_guest(
         session, kernel, test_module, parameters=f"test_release={name} verify_every=256"
     )
-    assert state(guest) == note(name, "one hit in 256 is")
+    assert state(guest) == note(name, "one read in 256 is")
     write_files(guest)
     check_share(*read_again(guest), 256)
 
@@ -153,18 +153,18 @@ def test_verify_every_set_at_load_overrides_the_untested_default(
 def test_on_a_tested_kernel_release_one_hit_in_tested_every_is_compared(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """On a tested release, the state has no note, and one hit in TESTED_EVERY is compared."""
+    """On a tested release, the state has no note, and one read in TESTED_EVERY is compared."""
     guest = driver_guest(session, kernel, module, parameters="")
     listed = {name for row in served.kernels() for name in row.releases}
     tested = release(guest) in listed
-    assert state(guest) == ("on" if tested else note(release(guest), "one hit in 64 is"))
+    assert state(guest) == ("on" if tested else note(release(guest), "one read in 64 is"))
     write_files(guest)
     read_first_hits(guest)
     check_share(*read_again(guest), TESTED_EVERY if tested else UNTESTED_EVERY)
     # After a reload, the driver uses the list of tested releases in its sources again.
     guest.sh("umount /mnt && rmmod virtio_tmem")
     load(guest, "allow_untested=1")
-    assert state(guest) == ("on" if tested else note(release(guest), "one hit in 64 is"))
+    assert state(guest) == ("on" if tested else note(release(guest), "one read in 64 is"))
 
 
 def test_kernel_older_than_the_oldest_served_release_is_refused(

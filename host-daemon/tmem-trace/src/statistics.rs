@@ -402,7 +402,7 @@ macro_rules! statistics {
                 late("int", Counter, "requests", Exact "tmem_vm_driver_late_requests");
                 /// pages that differed from the page that the driver put. Must be 0
                 mismatches("int", Counter, "pages", Exact "tmem_vm_driver_mismatch_pages");
-                /// pages that the driver erased from its index because the file changed
+                /// pages that the driver erased from its index, for any reason
                 invalidations("int", Counter, "pages", Exact "tmem_vm_driver_invalidated_pages");
                 /// GET requests since the module was loaded, by the time that their reader waited:
                 /// from the request to the answer or the deadline, by the guest's clock. The driver
