@@ -5,8 +5,8 @@
  *
  * Lock order, outermost first: hooks_mutex of init.c, s_umount, discovery_lock of discover.c,
  * areas_lock of areas.c, tmem_fs_switch_lock, a folio's lock, the i_pages lock, the locks of the
- * records, the locks of the core. Access to a sysfs file of mounts.c counts as a lock below s_umount
- * and discovery_lock.
+ * records, the locks of the core. Access to a sysfs file of mounts.c counts as a lock below
+ * s_umount and discovery_lock.
  */
 #ifndef _TMEM_HOOKS_H
 #define _TMEM_HOOKS_H
@@ -55,9 +55,9 @@ void tmem_hooks_report(void);
 
 /*
  * Begins a section that may last long. Each CPU counts its sections, so that tasks on different
- * CPUs share no cache line. A task may end its section on another CPU. So only the sum of the counts has
- * a meaning, and only when no section can begin any more. A percpu_ref would add to each unmount a
- * grace period that cannot be expedited.
+ * CPUs share no cache line. A task may end its section on another CPU. So only the sum of the
+ * counts has a meaning, and only when no section can begin any more. A percpu_ref would add to each
+ * unmount a grace period that cannot be expedited.
  */
 static inline void tmem_users_begin(long __percpu *users)
 {
