@@ -21,6 +21,7 @@ from driver import (
     DEADLINE_MS,
     MODULE,
     SYSFS,
+    WHERE,
     checksums,
     driver_guest,
     driver_vm,
@@ -29,6 +30,7 @@ from driver import (
     is_on,
     limit_index,
     load,
+    programs,
     set_parameter,
     settle,
     start_daemon,
@@ -56,12 +58,16 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
+SPECIAL = "/bin/special"
 PAGES = FILE_BYTES // 4096  # number of pages of a file
 # Pages of the file by which wait_served() finds that a mount is served. The pool has them until
 # their blocks are written.
 SERVED_PAGES = 16
 # A file of this size has more pages than the index of a guest with 160 MiB of RAM has room for.
 LARGE_FILE_MIB = 2560
+# A swap file that can hold an image of the guest's memory, and its beginning, which is cached.
+SWAP_FILE_BYTES = 256 * MIB
+SWAP_CACHED_MIB = 8
 
 
 def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:
@@ -785,6 +791,50 @@ def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module:
     assert stats(guest)["hits"] == before["hits"]
     check_works(guest, files)
     guest.sh("rmmod virtio_tmem", 60)
+
+
+def test_hibernation_to_a_swap_file_leaves_no_old_page(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The image overwrites blocks whose pages are in the cache of the guest that continues.
+
+    The kernel writes the image after it has saved the memory with the driver's records.
+    """
+    if kernel.version >= (7, 3):
+        pytest.skip("Linux 7.3 loses the agent's port in hibernation, also without the driver")
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        Tmem(start_daemon(session).socket("vm1"), properties={"retain": "off"}),
+        files=programs(SPECIAL),
+        cmdline="hibernate=nocompress",
+    )
+    path, device = f"{WHERE}/swap", guest.disk("data")
+    # Keep the page cache in the image.
+    guest.sh(f"echo test_resume >/sys/power/disk; echo {SWAP_FILE_BYTES} >/sys/power/image_size")
+    guest.sh(f"fallocate -l {SWAP_FILE_BYTES} {path}")
+    for removed in (True, False):
+        set_parameter(guest, "test_blocks_without", "resume" if removed else "")
+        guest.sh(
+            f"dd if=/dev/urandom of={path} bs=1M count={SWAP_CACHED_MIB} conv=notrunc 2>/dev/null;"
+            f" mkswap {path} && sync && swapon {path}"
+        )
+        guest.sh(f"{SPECIAL} block {path} 0 >/sys/power/resume_offset")
+        guest.run(f"cat /sys/class/block/{device}/dev >/sys/power/resume")
+        evict(guest, [path])
+        guest.sh(f"dd if={path} of=/dev/null bs=1M count={SWAP_CACHED_MIB} 2>/dev/null")
+        done = guest.run("echo disk >/sys/power/state", 300)
+        # Before Linux 6.4, the guest does not load the image, and the driver sees all writes.
+        loaded = kernel.version >= (6, 4)
+        assert (done.status == 0) == loaded, done
+        wait_state(guest, "on")
+        Mount(guest, WHERE).wait("on")
+        guest.sh(f"swapoff {path}", 60)
+        drop_pages(guest)
+        settle(guest)
+        # If cached and direct reads differ, the program ends with status 1.
+        assert guest.run(f"{SPECIAL} same {path}", 120).status == (removed and loaded)
 
 
 def test_module_unloads_under_load_and_with_a_silent_daemon(
