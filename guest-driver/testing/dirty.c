@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Tests the rule Dirty of hooks/blocks.h on a page that belongs to no file.
+ * Tests the rule Dirty of hooks/blocks.h on a page that belongs to no file, and changes pages of
+ * files for tests of the rules.
  *
- * No test of files can show the rule alone. A page that became dirty cannot be evicted before it is
- * written again, and this write erases the record, too. The rule decides only if an error of the
- * file system cleans the page without a write, or if the page of another file has a wrong hint.
+ * No operation on files can show the rule Dirty alone. A page that became dirty cannot be evicted
+ * before it is written again, and this write erases the record, too. The rule decides only if an
+ * error of the file system cleans the page without a write, or if the page of another file has a
+ * wrong hint.
  */
+#include <linux/file.h>
+#include <linux/fs.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/pagemap.h>
+#include <linux/slab.h>
+#include <linux/string.h>
 
 #include "../core/core.h"
 #include "../hooks/blocks.h"
@@ -82,3 +88,43 @@ static const struct kernel_param_ops dirty_ops = {
 };
 module_param_cb(test_blocks_dirty, &dirty_ops, NULL, 0644);
 MODULE_PARM_DESC(test_blocks_dirty, "TEST: a write tests the rule Dirty of hooks/blocks.h; reads as p (put) or - (refused) for a page that becomes dirty never, before, during and after its write");
+
+/* Calls a function with the first folio of a file, which is locked and in the page cache. */
+static int change_file(const char *val, void (*change)(struct folio *folio))
+{
+	char *path = kstrdup(val, GFP_KERNEL);
+	struct folio *folio;
+	struct file *file;
+
+	if (!path)
+		return -ENOMEM;
+	file = filp_open(strim(path), O_RDONLY, 0);
+	kfree(path);
+	if (IS_ERR(file))
+		return PTR_ERR(file);
+	folio = read_mapping_folio(file->f_mapping, 0, file);
+	if (!IS_ERR(folio)) {
+		folio_lock(folio);
+		change(folio);
+		folio_unlock(folio);
+		folio_put(folio);
+	}
+	fput(file);
+	return PTR_ERR_OR_ZERO(folio);
+}
+
+/* Makes a folio dirty, and clean again without a write. */
+static void dirty_and_clean(struct folio *folio)
+{
+	filemap_dirty_folio(folio->mapping, folio);
+	folio_cancel_dirty(folio);
+}
+
+static int set_page_dirtied(const char *val, const struct kernel_param *kp)
+{
+	return change_file(val, dirty_and_clean);
+}
+
+static const struct kernel_param_ops page_dirtied_ops = { .set = set_page_dirtied };
+module_param_cb(test_page_dirtied, &page_dirtied_ops, NULL, 0200);
+MODULE_PARM_DESC(test_page_dirtied, "TEST: makes the first folio of the file with this path dirty, and clean again without a write");

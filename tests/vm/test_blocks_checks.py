@@ -370,14 +370,37 @@ class Stripes:
                 return file, file.offset // PAGE // 2 * (PAGE // SECTOR)
         raise AssertionError(f"all of {FILES_MAX} files begin on the second disk")
 
-    def read_during_write(self) -> bytes:
-        """Writes the first page of a file during a read that has transferred only this page."""
-        file, at = self.file()
-        # The driver erases the pages from the pool, so that they are read from the disks.
+    def overwrite(self, file: File) -> None:
+        """Writes the same bytes to the blocks of a file."""
         self.guest.sh(
             f"cat {file.path} >/tmp/same"
             f" && dd if=/tmp/same of={file.path} bs={2 * PAGE} conv=notrunc,fsync 2>/dev/null"
         )
+
+    def write_below(self, disk: str, at: int) -> None:
+        """Writes zeroes to a block of a disk below the volume, which the driver does not see."""
+        self.guest.sh(
+            f"dd if=/dev/zero of={disk} bs={PAGE} seek={at // (PAGE // SECTOR)} count=1"
+            " conv=notrunc oflag=direct 2>/dev/null"
+        )
+
+    def dirty_after_write(self) -> bytes:
+        """Makes a page dirty whose block has other bytes than the driver saw, and cleans it.
+
+        Such a page had changed before it became dirty, while the disk read it.
+        """
+        file, at = self.file()
+        self.overwrite(file)
+        self.write_below(self.left, at)
+        set_parameter(self.guest, "test_page_dirtied", file.path)
+        evict(self.guest, file.path)
+        return file.read()[:PAGE]
+
+    def read_during_write(self) -> bytes:
+        """Writes the first page of a file during a read that has transferred only this page."""
+        file, at = self.file()
+        # The driver erases the pages from the pool, so that they are read from the disks.
+        self.overwrite(file)
         self.guest.sh(f"{SPECIAL} dontneed {file.path}")
         place = f"{self.right} {at}"
         self.change_block(at, f"delay '{place} {DELAY_MS} {place} 0'")
@@ -405,11 +428,7 @@ class Stripes:
         self.change(self.whole())
         assert file.read() == OLD * 2
         evict(self.guest, file.path)
-        # The driver does not see a write to a disk below the volume.
-        self.guest.sh(
-            f"dd if=/dev/zero of={self.right} bs={PAGE} seek={at // (PAGE // SECTOR)} count=1"
-            " conv=notrunc oflag=direct 2>/dev/null"
-        )
+        self.write_below(self.right, at)
         return file.read()[PAGE:]
 
     def write_beside_submit_bio(self) -> bytes:
@@ -430,7 +449,7 @@ def test_checks_of_transfers_on_a_striped_volume(
     }
     guest = boot(session, kernel, test_module, "dm_mod", "dm_delay", "dm_flakey", **images)
     stripes = Stripes(guest)
-    check_each(guest, {"read_seq": stripes.read_during_write})
+    check_each(guest, {"read_seq": stripes.read_during_write, "dirty": stripes.dirty_after_write})
     # The driver cannot drain a volume, and does not use it any more until it is unmounted.
     for check, sequence, why in (
         ("failed", stripes.write_after_failure, "a write of the disk failed"),
