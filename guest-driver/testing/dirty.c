@@ -10,6 +10,7 @@
  */
 #include <linux/file.h>
 #include <linux/fs.h>
+#include <linux/highmem.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/pagemap.h>
@@ -125,6 +126,21 @@ static int set_page_dirtied(const char *val, const struct kernel_param *kp)
 	return change_file(val, dirty_and_clean);
 }
 
+/* Changes the first page of a folio, which stays clean. */
+static void zero(struct folio *folio)
+{
+	clear_highpage(folio_page(folio, 0));
+}
+
+static int set_page_zeroed(const char *val, const struct kernel_param *kp)
+{
+	return change_file(val, zero);
+}
+
 static const struct kernel_param_ops page_dirtied_ops = { .set = set_page_dirtied };
 module_param_cb(test_page_dirtied, &page_dirtied_ops, NULL, 0200);
 MODULE_PARM_DESC(test_page_dirtied, "TEST: makes the first folio of the file with this path dirty, and clean again without a write");
+
+static const struct kernel_param_ops page_zeroed_ops = { .set = set_page_zeroed };
+module_param_cb(test_page_zeroed, &page_zeroed_ops, NULL, 0200);
+MODULE_PARM_DESC(test_page_zeroed, "TEST: fills the first page of the file with this path with zeroes, without making it dirty");

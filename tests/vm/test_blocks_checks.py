@@ -202,6 +202,14 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
             "get_seq": lambda: write_during_get(File(guest, WHERE, device)),
         },
     )
+    # A page of a file, with other bytes than its block.
+    file = File(guest, WHERE, device)
+    for check, found in (("", OLD), ("equal", NEW)):
+        without(guest, check)
+        assert file.read() == OLD
+        set_parameter(guest, "test_page_zeroed", file.path)
+        evict(guest, file.path)
+        assert file.read() == found
     # A page that becomes dirty never, before, during and after its write.
     for check, verdicts in (("", "p---"), ("dirty", "pppp")):
         without(guest, check)
