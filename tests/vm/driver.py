@@ -49,6 +49,7 @@ HOOKS = sum(
         "fadvise",
         "drop_slab",
         "reclaim",
+        "migrate",
         "bio",
     )
 )
