@@ -523,6 +523,26 @@ def test_area_starts_with_a_drain(session: Session, kernel: Kernel, test_module:
         guest.sh("rmmod virtio_tmem", 60)
 
 
+def test_unmount_removes_the_area(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """The driver ignores writes to a disk that was unmounted, and counts them without the hook."""
+    other = disk.ext4(session.directory / "other.img", OTHER_BYTES)
+    guest = boot(session, kernel, test_module, other=other)
+    last = OTHER_BYTES // PAGE - 1
+    for off in ("", "unmount"):
+        guest.mount("other", OTHER)
+        Mount(guest, OTHER).wait("on")
+        set_parameter(guest, "test_hooks_off", off)
+        guest.sh(f"umount {OTHER}", 60)
+        before = stats(guest)
+        set_parameter(guest, "test_hooks_off", "bio")
+        guest.sh(
+            f"dd if=/dev/zero of=/dev/{guest.disk('other')} bs={PAGE} seek={last} count=1"
+            " conv=notrunc oflag=direct 2>/dev/null"
+        )
+        set_parameter(guest, "test_hooks_off", "")
+        assert (growth(before, stats(guest))["blocks_unseen"] > 0) == (off == "unmount")
+
+
 def bypass_page_cache(guest: Guest, path: str) -> None:
     """Writes a file of a disk that is memory, without a bio."""
     guest.sh(f"{SPECIAL} dax {path} on; echo 2 >/proc/sys/vm/drop_caches")
