@@ -440,7 +440,9 @@ void tmem_record_dirty(struct folio *folio)
 		set = set_of(block);
 		spin_lock_irqsave(&set->lock, flags);
 		record = find(set, block);
-		/* NONE: the write may be in flight, and the page clean again before the write ends. */
+		/*
+		 * NONE: the write may be in flight, and the page clean again before the write ends.
+		 */
 		if (record && !TMEM_WITHOUT(DIRTY) &&
 		    (record->state == RECORD_WRITTEN || record->state == RECORD_NONE))
 			erase(set, record);
