@@ -802,6 +802,8 @@ def test_hibernation_to_a_swap_file_leaves_no_old_page(
     """
     if kernel.version >= (7, 3):
         pytest.skip("Linux 7.3 loses the agent's port in hibernation, also without the driver")
+    if kernel.version < (6, 4):
+        pytest.skip("Linux 6.1 does not load the image, and swapoff then never ends")
     guest = driver_guest(
         session,
         kernel,
@@ -824,17 +826,14 @@ def test_hibernation_to_a_swap_file_leaves_no_old_page(
         guest.run(f"cat /sys/class/block/{device}/dev >/sys/power/resume")
         evict(guest, [path])
         guest.sh(f"dd if={path} of=/dev/null bs=1M count={SWAP_CACHED_MIB} 2>/dev/null")
-        done = guest.run("echo disk >/sys/power/state", 300)
-        # Before Linux 6.4, the guest does not load the image, and the driver sees all writes.
-        loaded = kernel.version >= (6, 4)
-        assert (done.status == 0) == loaded, done
+        guest.sh("echo disk >/sys/power/state", 300)
         wait_state(guest, "on")
         Mount(guest, WHERE).wait("on")
         guest.sh(f"swapoff {path}", 60)
         drop_pages(guest)
         settle(guest)
         # If cached and direct reads differ, the program ends with status 1.
-        assert guest.run(f"{SPECIAL} same {path}", 120).status == (removed and loaded)
+        assert guest.run(f"{SPECIAL} same {path}", 120).status == removed
 
 
 def test_module_unloads_under_load_and_with_a_silent_daemon(
