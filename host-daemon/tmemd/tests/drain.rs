@@ -198,11 +198,7 @@ fn a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool() {
         },
     );
     let mut refused = 0;
-    for round in 0.. {
-        assert!(
-            round < 1500,
-            "no drain interrupted a batch in 1500 rounds: {refused} pages refused"
-        );
+    for _ in 0..1500 {
         for object in 1..=4 {
             driver.put(object, 0, 64);
         }
@@ -216,7 +212,8 @@ fn a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool() {
         }
         cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
         let before = driver.model.counts();
-        let delay = Duration::from_micros(rng.u64(..1500));
+        // How soon the drain reaches the batch depends on the machine.
+        let delay = Duration::from_micros(rng.u64(..1500) >> rng.u32(..5));
         std::thread::scope(|scope| {
             let daemon = &daemon;
             scope.spawn(move || {
@@ -256,6 +253,7 @@ fn a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool() {
         }
     }
     println!("pages that drains refused: {refused}");
+    assert!(refused > 0, "no drain interrupted a batch");
 }
 
 /// The daemon never writes to a memory region that the VMM has removed, even if the region contains
