@@ -135,7 +135,7 @@ static void opened(struct tmem_dev *dev)
  * tmem_breaker_note() - record a fetch with requests, and open the breaker if needed
  * @dev: the device
  * @late: a request was not answered before the deadline
- * @awaited: a reader has waited for the fetch
+ * @awaited: a reader has waited for the fetch, or waits at its end
  * @begin_ns: time from which a reader has waited
  * @sent_ns: time at which the first request was sent
  * @end_ns: time of the last answer, at most the deadline
@@ -150,7 +150,7 @@ void tmem_breaker_note(struct tmem_dev *dev, bool late, bool awaited, u64 begin_
 		       u64 end_ns)
 {
 	u64 host_ns = end_ns - min(begin_ns, end_ns), waited_ns = awaited ? host_ns : 0;
-	/* Nobody has waited for a fetch in advance, unless it is late. */
+	/* A fetch in advance counts if a reader waits for it at its end, or if it is late. */
 	bool slow = (awaited || late) && host_ns > tmem_get_span_ns() / TMEM_SLOW_DIVISOR;
 	unsigned long flags;
 	bool opens;

@@ -120,7 +120,7 @@ static u32 block_of(const struct tmem_area *area, sector_t sector)
  * @sb: super block of their area
  * @first: first block, counted from the beginning of the area
  * @nr: number of blocks
- * @may_sleep: the function may sleep, outside of the caller's RCU
+ * @may_sleep: the function may sleep, because the caller is in no RCU section
  *
  * The caller has erased the records before. A put that found a record has ended then, or finds none
  * any more.

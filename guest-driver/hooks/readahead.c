@@ -5,7 +5,7 @@
  * The driver puts the first TMEM_FOLIO_MAX_PAGES pages of a folio only. Since Linux 6.17, each
  * window of a stream has folios of four times the size, up to 2 MiB if the windows are as large. So
  * 85 % of the pages of a file that is read in windows of 8 MiB would be lost. This hook limits the
- * order that the next window begins with.
+ * order of the window whose folios are about to be allocated.
  *
  * A stream never reaches the order of a huge page then. If an open file already has that order, the
  * application has requested huge pages (MADV_HUGEPAGE), and the order stays.
