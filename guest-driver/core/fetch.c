@@ -106,11 +106,22 @@ static bool fetch_wait(struct tmem_dev *dev, struct tmem_fetch *fetch)
 
 	spin_lock_bh(&dev->fetch_lock);
 	/* Readers get bounce pages in the order in which they came. */
-	waits = nr_running(dev) > 1 && !READ_ONCE(dev->tripped) &&
+	waits = !READ_ONCE(dev->tripped) &&
 		(!has_room(fetch) || (!fetch->ahead && dev->nr_waiting[false]));
 	if (waits) {
+		WRITE_ONCE(dev->nr_waiting[fetch->ahead], dev->nr_waiting[fetch->ahead] + 1);
+		/*
+		 * Either this task sees that no other fetch runs, or the end of the last one sees
+		 * that this one waits; pairs with fetch_end().
+		 */
+		smp_mb();
+		waits = nr_running(dev);
+		if (!waits)
+			WRITE_ONCE(dev->nr_waiting[fetch->ahead],
+				   dev->nr_waiting[fetch->ahead] - 1);
+	}
+	if (waits) {
 		fetch->waits = true;
-		dev->nr_waiting[fetch->ahead]++;
 		tmem_count(TMEM_STAT_fetches_waited);
 		add_locked(dev, fetch);
 	}
@@ -123,7 +134,7 @@ static void stop_waiting(struct tmem_dev *dev, struct tmem_fetch *fetch)
 {
 	lockdep_assert_held(&dev->fetch_lock);
 	fetch->waits = false;
-	dev->nr_waiting[fetch->ahead]--;
+	WRITE_ONCE(dev->nr_waiting[fetch->ahead], dev->nr_waiting[fetch->ahead] - 1);
 	list_del_init(&fetch->list);
 }
 
@@ -376,6 +387,7 @@ static void fetch_end(struct tmem_fetch *fetch)
 	 * the caller looks for waiting ones.
 	 */
 	atomic_dec(&dev->nr_fetches);
+	smp_mb__after_atomic();	/* pairs with fetch_wait() */
 }
 
 /* Ends the fetches of a queue. The answer of any queue may be the last one of a fetch. */
