@@ -156,9 +156,8 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             assert grown["misses_tripped"] > windows // 2 * 32, (
                 "too few pages were read from the disk after the breaker opened"
             )
-            # The driver does not know of readers that wait for a window of readahead in advance.
-            waits_us = grown["waits_us"]
-            assert waits_us <= bound_us + (took_us - waits_us) / 5
+            # A reader waits for a window while the next one is in flight, too: both count.
+            assert grown["waits_us"] <= 2 * bound_us
             assert 2 * deadline_us < took_us
             # Delays of the machine do not count as the driver's waits.
             assert after["wait_max_us"] < deadline_us + scaled(OWN_SECONDS) * 1e6

@@ -133,7 +133,7 @@ def test_untested_kernel_release_compares_more_hits_with_the_disk(
         assert state(guest) == note(name, f"one read in {every} is")
         check_share(*read_again(guest), every)
     set_parameter(guest, "verify_every", "0")
-    assert state(guest) == note(name, "no hit is")
+    assert state(guest) == note(name, "no read is")
     assert read_again(guest)[1] == 0
     assert stats(guest)["verify_mismatches"] == 0
 
