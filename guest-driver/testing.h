@@ -14,6 +14,7 @@
 #include <linux/bits.h>
 #include <linux/bug.h>
 #include <linux/compiler.h>
+#include <linux/jiffies.h>
 #include <linux/minmax.h>
 
 /* TMEM_INJECT(what) - return whether the fault of the parameter inject_<what> occurs now */
@@ -56,7 +57,7 @@ static inline long tmem_test_limit(long bytes)
 
 /* TMEM_TEST_COUNT(what) - add one to the parameter test_<what>; calls are not concurrent */
 #define TMEM_TEST_COUNT(what)	WRITE_ONCE(tmem_test_##what, tmem_test_##what + 1)
-extern unsigned int tmem_test_sweeps;
+extern unsigned int tmem_test_sweeps, tmem_test_replaced;
 
 /* Returns a tenth of a time between two retries, because tests do not want to wait for it. */
 static inline unsigned int tmem_retry_seconds(unsigned int seconds)
@@ -119,12 +120,28 @@ enum tmem_block_check {
 	TMEM_CHECK_OWN_AREA,	/* a hint of another area leads to no put */
 	TMEM_CHECK_DIRTY,	/* a page that becomes dirty voids its record */
 	TMEM_CHECK_RESUME,	/* a guest that continues after a hibernation erases its records */
+	TMEM_CHECK_RENEW,	/* tables that replace others begin an interval of each area */
 	NR_TMEM_BLOCK_CHECKS
 };
 
 /* TMEM_WITHOUT(check) - return whether a test has removed the check TMEM_CHECK_<check> */
 #define TMEM_WITHOUT(check)	(READ_ONCE(tmem_test_blocks_without) & BIT(TMEM_CHECK_##check))
 extern unsigned long tmem_test_blocks_without;
+
+extern unsigned int tmem_test_replace_ms;
+/* Returns whether the tables of records are replaced, although RAM has the same size. */
+static inline bool tmem_test_replace(void)
+{
+	return READ_ONCE(tmem_test_replace_ms);
+}
+
+/* Returns the period of the replacement in jiffies. */
+static inline unsigned long tmem_test_ram_period(unsigned long period)
+{
+	unsigned int test_ms = READ_ONCE(tmem_test_replace_ms);
+
+	return test_ms ? msecs_to_jiffies(test_ms) : period;
+}
 
 struct tmem_key;
 int tmem_test_pool(struct tmem_key *key, const char *name);
@@ -165,6 +182,16 @@ static inline bool tmem_selftest_blind(unsigned int hook)
 static inline const char *tmem_test_point_release(const char *name)
 {
 	return name;
+}
+
+static inline bool tmem_test_replace(void)
+{
+	return false;
+}
+
+static inline unsigned long tmem_test_ram_period(unsigned long period)
+{
+	return period;
 }
 
 #endif /* TMEM_TEST */

@@ -26,11 +26,16 @@
 
 /* Least time between two drains of the areas, which stop the disks for a moment. */
 #define DRAIN_PERIOD	HZ
+/* Period in which the tables of records follow the size of RAM. */
+#define RAM_PERIOD	(10 * HZ)
 
+/* Held while disks are drained, and while tables are replaced. Taken before areas_lock. */
+static DEFINE_MUTEX(drain_lock);
 static DEFINE_MUTEX(areas_lock);	/* guards writers of areas[], last_epoch and busy */
 static struct tmem_area __rcu *areas[TMEM_FS_MAX];
 static u32 last_epoch;
 static struct delayed_work drain_work;
+static struct delayed_work ram_work;
 static DECLARE_WAIT_QUEUE_HEAD(drain_wait);	/* tasks that wait for an area that is busy */
 
 /*
@@ -253,13 +258,16 @@ void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr)
 	end_interval(disk, sector, nr, true);
 }
 
+static u32 next_epoch(void)
+{
+	lockdep_assert_held(&areas_lock);
+	return ++last_epoch ?: ++last_epoch;
+}
+
 /* Begins an interval of an area, if no write of it has failed. */
 static u32 begin_interval(struct tmem_area *area)
 {
-	lockdep_assert_held(&areas_lock);
-	if (!++last_epoch)
-		++last_epoch;
-	WRITE_ONCE(area->epoch, last_epoch);
+	WRITE_ONCE(area->epoch, next_epoch());
 	/* Either this function sees the flag, or end_interval() sees the epoch. */
 	smp_mb();
 	if (READ_ONCE(area->failed))
@@ -293,6 +301,7 @@ static void drain_fn(struct work_struct *work)
 	struct tmem_area *area;
 	unsigned int i;
 
+	mutex_lock(&drain_lock);
 	mutex_lock(&areas_lock);
 	for (i = 0; i < TMEM_FS_MAX; i++) {
 		area = rcu_dereference_protected(areas[i], lockdep_is_held(&areas_lock));
@@ -300,6 +309,41 @@ static void drain_fn(struct work_struct *work)
 			drain_area(area);
 	}
 	mutex_unlock(&areas_lock);
+	mutex_unlock(&drain_lock);
+}
+
+/*
+ * Begins another interval of each area that is in one, because tables have replaced others. No
+ * write was missed, so no disk has to be drained. Transfers that began before are not recorded, and
+ * what fills have got is not used.
+ */
+static void renew_intervals(void)
+{
+	struct tmem_area *area;
+	unsigned int i;
+	u32 epoch;
+
+	if (TMEM_WITHOUT(RENEW))
+		return;
+	mutex_lock(&areas_lock);
+	for (i = 0; i < TMEM_FS_MAX; i++) {
+		area = rcu_dereference_protected(areas[i], lockdep_is_held(&areas_lock));
+		epoch = area ? READ_ONCE(area->epoch) : 0;
+		if (!epoch)
+			continue;
+		/* The interval may end at any time. Its end stays one. */
+		WRITE_ONCE(area->served, next_epoch());
+		cmpxchg(&area->epoch, epoch, last_epoch);
+	}
+	mutex_unlock(&areas_lock);
+}
+
+static void ram_fn(struct work_struct *work)
+{
+	mutex_lock(&drain_lock);
+	tmem_records_follow_ram(renew_intervals);
+	mutex_unlock(&drain_lock);
+	queue_delayed_work(tmem_system_wq, &ram_work, tmem_test_ram_period(RAM_PERIOD));
 }
 
 /* Returns the first number of a range of @nr block numbers that no area has, or 0. */
@@ -439,13 +483,17 @@ int tmem_areas_init(void)
 	int err;
 
 	INIT_DELAYED_WORK(&drain_work, drain_fn);
+	INIT_DELAYED_WORK(&ram_work, ram_fn);
 	err = tmem_records_init();
 	if (err)
 		return err;
 	err = register_pm_notifier(&pm_block);
-	if (err)
+	if (err) {
 		tmem_records_exit();
-	return err;
+		return err;
+	}
+	queue_delayed_work(tmem_system_wq, &ram_work, tmem_test_ram_period(RAM_PERIOD));
+	return 0;
 }
 
 /**
@@ -466,5 +514,6 @@ void tmem_areas_exit(void)
 {
 	unregister_pm_notifier(&pm_block);
 	tmem_areas_stop();
+	cancel_delayed_work_sync(&ram_work);
 	tmem_records_exit();
 }

@@ -49,6 +49,7 @@ struct tracked {
 	const struct gendisk *disk;
 	sector_t sector, nr;		/* range of sectors on the whole disk */
 	bool whole;			/* the range is erased, and not page by page */
+	unsigned int long_write;	/* its number, if @whole */
 	sector_t area_start;		/* on the whole disk */
 	u32 area_first;
 	const struct super_block *sb;	/* of the area; only compared */
@@ -106,11 +107,11 @@ static u32 block_at(const struct tracked *t, u64 place)
 }
 
 /* Begins or ends a write of a segment that is not recorded. */
-static void write_part(const struct tracked *t, u64 place, const struct bio_vec *bv, int writes)
+static void write_part(const struct tracked *t, u64 place, const struct bio_vec *bv, bool begins)
 {
 	u32 first = block_at(t, place);
 
-	tmem_record_write_range(first, block_at(t, place + bv->bv_len - 1) - first + 1, writes);
+	tmem_record_write_range(first, block_at(t, place + bv->bv_len - 1) - first + 1, begins);
 }
 
 static u64 check_of(struct page *page)
@@ -290,7 +291,7 @@ static void begin_pages(struct tracked *t)
 			t->seq[i] = tmem_record_write(block_at(t, at), bv.bv_page);
 			t->check[i] = check_of(bv.bv_page);
 		} else {
-			write_part(t, at, &bv, 1);
+			write_part(t, at, &bv, true);
 		}
 		i++;
 	}
@@ -303,7 +304,8 @@ static void begin_pages(struct tracked *t)
 
 static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 {
-	bool pages = bio_op(bio) == REQ_OP_WRITE && !is_encoded(bio);
+	bool pages = bio_op(bio) == REQ_OP_WRITE && !is_encoded(bio), in_area;
+	u64 from, bytes = (u64)nr << SECTOR_SHIFT;
 	struct tracked *t = NULL;
 
 	if (pages)
@@ -316,12 +318,16 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	}
 	t->sector = sector;
 	t->nr = nr;
-	t->whole = bio_op(bio) != REQ_OP_WRITE || !set_area(t);
+	in_area = set_area(t);
+	t->whole = bio_op(bio) != REQ_OP_WRITE || !in_area;
 	if (t->whole) {
-		tmem_record_long_write(1);
+		from = (u64)(sector - t->area_start) << SECTOR_SHIFT;
+		t->long_write = in_area ?
+			tmem_record_long_write(block_at(t, from), block_at(t, from + bytes - 1)) :
+			tmem_record_long_write(0, U32_MAX);
 		/* submit_bio() may sleep. */
 		if (!tmem_area_erase(t->disk, sector, nr, true)) {
-			tmem_record_long_write(-1);
+			tmem_record_long_end(t->long_write);
 			kfree(t);
 			return;
 		}
@@ -391,7 +397,7 @@ static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 	if (t->write && seq && good)
 		tmem_record_flush(block_at(t, at), seq, t->check[t->at], bv->bv_page);
 	else if (t->write)
-		write_part(t, at, bv, -1);
+		write_part(t, at, bv, false);
 	else if (seq && good && !tmem_record_fill(block_at(t, at), seq, bv->bv_page))
 		block_mount(t->sb, block_at(t, at) - t->area_first);
 }
@@ -399,15 +405,19 @@ static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 /* Returns whether all pages are done. The iterator of the bio itself has changed meanwhile. */
 static bool end_pages(struct tracked *t, unsigned int *budget)
 {
-	bool good = !t->bio->bi_status && is_same_epoch(t);
 	struct bio_vec bv;
+	bool good;
 
+	/* The epoch and the records belong together (tmem_records_follow_ram()). */
+	rcu_read_lock();
+	good = !t->bio->bi_status && is_same_epoch(t);
 	for (; t->iter.bi_size && *budget; --*budget) {
 		bv = bio_iter_iovec(t->bio, t->iter);
 		end_page(t, &bv, good);
 		bio_advance_iter_single(t->bio, &t->iter, bv.bv_len);
 		t->at++;
 	}
+	rcu_read_unlock();
 	return !t->iter.bi_size || (!t->write && t->at >= t->nr_pages);
 }
 
@@ -433,7 +443,7 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 		tmem_area_failed(t->disk, 0, WHOLE_DISK);
 	if (t->whole) {
 		tmem_area_erase(t->disk, t->sector, t->nr, false);
-		tmem_record_long_write(-1);
+		tmem_record_long_end(t->long_write);
 	} else if (!end_pages(t, budget)) {
 		return false;
 	} else if (t->write && !is_same_epoch(t)) {

@@ -49,8 +49,9 @@ u32 tmem_record_write(u32 block, struct page *page);
 bool tmem_record_fill(u32 block, u32 seq, const struct page *page);
 void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page);
 void tmem_record_erase(u32 first, u32 nr);
-void tmem_record_write_range(u32 first, u32 nr, int writes);
-void tmem_record_long_write(int writes);
+void tmem_record_write_range(u32 first, u32 nr, bool begins);
+unsigned int tmem_record_long_write(u32 first, u32 last);
+void tmem_record_long_end(unsigned int nr);
 u32 tmem_record_get(u32 block);
 bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool verify);
 enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
@@ -58,6 +59,7 @@ enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
 void tmem_record_dirty(struct folio *folio);
 void tmem_record_forget(struct folio *folio);
 void tmem_record_move(struct folio *to, struct folio *from);
+void tmem_records_follow_ram(void (*renew)(void));
 
 /* --- areas.c ------------------------------------------------------------------------------- */
 

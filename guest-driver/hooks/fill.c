@@ -313,6 +313,8 @@ static bool fill_end(struct fill *fill)
 	struct bio *bio = fill->bio;
 	bool whole, verify;
 
+	/* The epoch and the records belong together (tmem_records_follow_ram()). */
+	rcu_read_lock();
 	/*
 	 * A wrong page may have blocked the mount meanwhile. If the interval of the area has ended,
 	 * the page may be one that was put during the next drain.
@@ -326,6 +328,7 @@ static bool fill_end(struct fill *fill)
 		if (!tmem_record_got(fill->block + i, fill->seq[i], fill->page[i],
 				     fill->check64[i], verify))
 			__clear_bit(i, fill->want);
+	rcu_read_unlock();
 	this_cpu_add(fill->fs->cpu->hits, bitmap_weight(fill->want, nr));
 	/* In the sample, the disk reads all pages, whose bytes are compared with the records. */
 	if (verify) {

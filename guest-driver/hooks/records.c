@@ -7,6 +7,11 @@
  * allocates nothing after it was made, and takes the same time for each block, in any context. A
  * lost record costs a put.
  *
+ * The tables are in proportion to RAM. If its size changes, new and empty tables take their place.
+ * Meanwhile the tables are closed: nothing is recorded, and no page is put or got. A transfer that
+ * begins before and ends after that has a number of the old tables. The caller makes sure that such
+ * transfers are not recorded and their bytes not used.
+ *
  * A sequence number is unique in its set for 2^30 changes of the set, which is more than happen
  * during a transfer. A record gets another number when a write of its block begins or ends, and
  * when its page becomes dirty after a write.
@@ -18,7 +23,9 @@
 #include <linux/log2.h>
 #include <linux/mm.h>
 #include <linux/pagemap.h>
+#include <linux/rcupdate.h>
 #include <linux/spinlock.h>
+#include <linux/vmalloc.h>
 
 #include "../core/core.h"
 #include "blocks.h"
@@ -26,6 +33,17 @@
 /* With its other fields, a set fills two cache lines of 64 bytes. */
 #define SET_RECORDS	7
 #define SEQ_BITS	30
+/*
+ * Tables are too large if tables of 1/2^SHRINK_BITS of their size are enough. So a balloon that
+ * changes its size a little does not replace them again and again.
+ */
+#define SHRINK_BITS	2
+
+/*
+ * Number of long writes in flight whose ranges are known. While there are more, no page is put or
+ * got. Disks have fewer discards in flight.
+ */
+#define LONG_WRITES	16
 
 /*
  * State of a record. NONE: a transfer is in flight, or the block was erased. READ, WRITTEN: the
@@ -44,20 +62,85 @@ struct record {
 struct record_set {
 	spinlock_t lock;		/* guards all fields; taken with interrupts off */
 	u32 seq;			/* last sequence number that was given */
-	u32 writes;			/* writes in flight of blocks that belong into the set */
 	struct record record[SET_RECORDS];
 } ____cacheline_aligned;
 
-static struct record_set *sets;
-static unsigned int set_bits;
-static u32 *hints;
-static unsigned long nr_hints;
-/* Number of writes in flight that are counted in no set, because their ranges are long. */
-static atomic_t long_writes;
+struct tables {
+	unsigned int set_bits;
+	unsigned long nr_hints;
+	struct record_set *sets;
+	u32 *hints;
+};
 
-static struct record_set *set_of(u32 block)
+/* Read under RCU. A task that uses a record reads in the same RCU section that they are open. */
+static struct tables __rcu *tables;
+static bool closed;
+/*
+ * Numbers of writes in flight of blocks with the same hash. A counter is raised before the write
+ * erases the record, and lowered after it has erased the record again. The counters stay when RAM
+ * changes, because writes are in flight then. Blocks that share a counter cost a put or a get.
+ */
+static atomic_t *writes;
+static unsigned int writes_bits;
+/*
+ * Writes in flight that are not counted by block, because their ranges are long: number, and ranges
+ * as first block << 32 | last block, or 0. long_others are those that found no free place.
+ */
+static atomic_t long_writes, long_others;
+static atomic64_t long_range[LONG_WRITES];
+
+static atomic_t *writes_of(u32 block)
 {
-	return &sets[hash_32(block, set_bits)];
+	return &writes[hash_32(block, writes_bits)];
+}
+
+/* Counts a write that begins, before its records are erased. A full barrier. */
+static void count_begin(u32 block)
+{
+	atomic_inc(writes_of(block));
+	/*
+	 * Either this task erases the record, or the task that makes it sees the counter: the
+	 * tables may be replaced between the two.
+	 */
+	smp_mb__after_atomic();
+}
+
+/* Counts a write that has ended, after its records were erased. */
+static void count_end(u32 block)
+{
+	smp_mb__before_atomic();	/* pairs with is_written() */
+	atomic_dec(writes_of(block));
+}
+
+/* Locks the set of a block in order to erase its record, and disables interrupts. */
+static struct record_set *lock_set(u32 block, unsigned long *flags)
+{
+	struct record_set *set;
+	struct tables *t;
+
+	rcu_read_lock();
+	t = rcu_dereference(tables);
+	set = &t->sets[hash_32(block, t->set_bits)];
+	spin_lock_irqsave(&set->lock, *flags);
+	return set;
+}
+
+static void unlock_set(struct record_set *set, unsigned long flags)
+{
+	spin_unlock_irqrestore(&set->lock, flags);
+	rcu_read_unlock();
+}
+
+/* Locks the set of a block in order to use its record, or returns NULL if the tables are closed. */
+static struct record_set *open_set(u32 block, unsigned long *flags)
+{
+	struct record_set *set = NULL;
+
+	rcu_read_lock();
+	if (!READ_ONCE(closed))
+		set = lock_set(block, flags);
+	rcu_read_unlock();	/* the set's lock has a section of its own */
+	return set;
 }
 
 static u32 next_seq(struct record_set *set)
@@ -67,10 +150,27 @@ static u32 next_seq(struct record_set *set)
 	return set->seq ?: ++set->seq;
 }
 
-/* Returns whether a write of a block of the set may be in flight. The caller holds the lock. */
-static bool is_written(const struct record_set *set)
+static bool is_in_long_write(u32 block)
 {
-	return set->writes || atomic_read(&long_writes);
+	unsigned int i;
+	u64 range;
+
+	if (!atomic_read(&long_writes))
+		return false;
+	if (atomic_read(&long_others))
+		return true;
+	for (i = 0; i < LONG_WRITES; i++) {
+		range = atomic64_read(&long_range[i]);
+		if (range && block >= range >> 32 && block <= (u32)range)
+			return true;
+	}
+	return false;
+}
+
+/* Returns whether a write of a block may be in flight. The caller holds the lock of its set. */
+static bool is_written(u32 block)
+{
+	return atomic_read(writes_of(block)) || is_in_long_write(block);
 }
 
 static struct record *find(struct record_set *set, u32 block)
@@ -124,14 +224,16 @@ static void erase(struct record_set *set, struct record *record)
 }
 
 /*
- * Returns the hint of a page, or NULL if the page was not there when the table was made. Two pages
- * never share a hint, because tmem_record_dirty() must find the record of a page's last write.
+ * Returns the hint of a page, or NULL if the page was not there when the tables were made. Two
+ * pages never share a hint, because tmem_record_dirty() must find the record of a page's last
+ * write. The caller is in an RCU read section.
  */
 static u32 *hint_of(const struct page *page)
 {
+	const struct tables *t = rcu_dereference(tables);
 	unsigned long pfn = page_to_pfn(page);
 
-	return pfn < nr_hints ? &hints[pfn] : NULL;
+	return pfn < t->nr_hints ? &t->hints[pfn] : NULL;
 }
 
 static bool is_dirty(struct page *page)
@@ -144,17 +246,19 @@ static bool is_dirty(struct page *page)
  * @block: the block
  *
  * Context: any but NMI, like all functions of this file except init and exit.
- * Return: sequence number for tmem_record_fill().
+ * Return: sequence number for tmem_record_fill(), or 0 if the read is not recorded.
  */
 u32 tmem_record_read(u32 block)
 {
-	struct record_set *set = set_of(block);
+	struct record_set *set;
 	unsigned long flags;
 	u32 seq;
 
-	spin_lock_irqsave(&set->lock, flags);
+	set = open_set(block, &flags);
+	if (!set)
+		return 0;
 	seq = find_or_add(set, block)->seq;
-	spin_unlock_irqrestore(&set->lock, flags);
+	unlock_set(set, flags);
 	return seq;
 }
 
@@ -163,26 +267,29 @@ u32 tmem_record_read(u32 block)
  * @block: the block
  * @page: the page, which is under writeback
  *
- * Return: sequence number for tmem_record_flush(), or 0 if the page became dirty again.
+ * Return: sequence number for tmem_record_flush(), or 0 if the write is not recorded, for example
+ * because the page became dirty again.
  */
 u32 tmem_record_write(u32 block, struct page *page)
 {
-	struct record_set *set = set_of(block);
-	u32 seq, *hint = hint_of(page);
+	struct record_set *set;
 	struct record *record;
 	unsigned long flags;
+	u32 seq, *hint;
 
+	rcu_read_lock();
+	hint = hint_of(page);
 	if (hint)
 		WRITE_ONCE(*hint, block);
 	/* Either tmem_record_dirty() sees the hint, or this function sees the dirty flag. */
-	smp_mb();
-	spin_lock_irqsave(&set->lock, flags);
-	set->writes++;
+	count_begin(block);
+	set = lock_set(block, &flags);
 	record = find_or_add(set, block);
 	if (!TMEM_WITHOUT(ERASE))
 		erase(set, record);
 	seq = record->seq;
-	spin_unlock_irqrestore(&set->lock, flags);
+	unlock_set(set, flags);
+	rcu_read_unlock();
 	return !hint || is_dirty(page) ? 0 : seq;
 }
 
@@ -198,16 +305,18 @@ bool tmem_record_fill(u32 block, u32 seq, const struct page *page)
 {
 	void *bytes = kmap_local_page((struct page *)page);
 	u64 check = tmem_check64_page(&tmem_keys, bytes);
-	struct record_set *set = set_of(block);
-	u32 *hint = hint_of(page);
+	struct record_set *set;
 	struct record *record;
 	unsigned long flags;
 	bool same = true;
+	u32 *hint;
 
 	kunmap_local(bytes);
-	if (!hint)
-		return true;
-	spin_lock_irqsave(&set->lock, flags);
+	rcu_read_lock();
+	hint = hint_of(page);
+	set = hint ? open_set(block, &flags) : NULL;
+	if (!set)
+		goto out;
 	record = find(set, block);
 	if (!record || (record->seq != seq && !TMEM_WITHOUT(READ_SEQ))) {
 		tmem_count(TMEM_STAT_blocks_raced);
@@ -222,7 +331,9 @@ bool tmem_record_fill(u32 block, u32 seq, const struct page *page)
 		WRITE_ONCE(*hint, block);
 		tmem_count(TMEM_STAT_blocks_read);
 	}
-	spin_unlock_irqrestore(&set->lock, flags);
+	unlock_set(set, flags);
+out:
+	rcu_read_unlock();
 	return same;
 }
 
@@ -235,17 +346,19 @@ bool tmem_record_fill(u32 block, u32 seq, const struct page *page)
  */
 void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 {
-	struct record_set *set = set_of(block);
-	u32 *hint = hint_of(page);
+	struct record_set *set;
 	struct record *record;
 	unsigned long flags;
 	bool alone;
+	u32 *hint;
 
-	spin_lock_irqsave(&set->lock, flags);
-	set->writes--;
+	rcu_read_lock();
+	hint = hint_of(page);
+	set = lock_set(block, &flags);
 	record = find(set, block);
 	/* Another write from the page, to another block, takes the hint that a change needs. */
-	alone = record && record->seq == seq && hint && READ_ONCE(*hint) == block;
+	alone = !READ_ONCE(closed) && record && record->seq == seq && hint &&
+		READ_ONCE(*hint) == block;
 	if (record && !TMEM_WITHOUT(ERASE))
 		erase(set, record);
 	if (!alone) {
@@ -256,46 +369,79 @@ void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 		record->state = RECORD_WRITTEN;
 		tmem_count(TMEM_STAT_blocks_written);
 	}
-	spin_unlock_irqrestore(&set->lock, flags);
+	unlock_set(set, flags);
+	rcu_read_unlock();
+	count_end(block);
 }
 
-static void erase_block(u32 block, int writes)
+static void erase_block(u32 block)
 {
-	struct record_set *set = set_of(block);
+	struct record_set *set;
 	struct record *record;
 	unsigned long flags;
 
-	spin_lock_irqsave(&set->lock, flags);
-	set->writes += writes;
+	set = lock_set(block, &flags);
 	record = find(set, block);
 	if (record && !TMEM_WITHOUT(ERASE))
 		erase(set, record);
-	spin_unlock_irqrestore(&set->lock, flags);
+	unlock_set(set, flags);
 }
 
 /**
- * tmem_record_long_write() - count a write whose blocks tmem_record_write_range() does not count
- * @writes: 1 when it begins, -1 when it ends
+ * tmem_record_long_write() - begin a write whose blocks tmem_record_write_range() does not count
+ * @first: first block
+ * @last: last block, not 0
+ *
+ * Return: number for tmem_record_long_end().
  */
-void tmem_record_long_write(int writes)
+unsigned int tmem_record_long_write(u32 first, u32 last)
 {
-	atomic_add(writes, &long_writes);
-	/* Count before erasing; pairs with tmem_record_get(). */
+	u64 range = (u64)first << 32 | last;
+	unsigned int i;
+
+	for (i = 0; i < LONG_WRITES; i++)
+		if (!atomic64_read(&long_range[i]) &&
+		    !atomic64_cmpxchg(&long_range[i], 0, range))
+			break;
+	if (i == LONG_WRITES)
+		atomic_inc(&long_others);
+	atomic_inc(&long_writes);
+	/* Count before erasing; pairs with is_written(). */
 	smp_mb__after_atomic();
+	return i;
+}
+
+/**
+ * tmem_record_long_end() - end a long write, after its blocks were erased
+ * @nr: from tmem_record_long_write()
+ */
+void tmem_record_long_end(unsigned int nr)
+{
+	smp_mb__before_atomic();	/* pairs with is_written() */
+	if (nr == LONG_WRITES)
+		atomic_dec(&long_others);
+	else
+		atomic64_set_release(&long_range[nr], 0);
+	atomic_dec(&long_writes);
 }
 
 /**
  * tmem_record_write_range() - begin or end a write of blocks that are not recorded, and erase them
  * @first: first block
  * @nr: number of blocks
- * @writes: 1 when it begins, -1 when it ends
+ * @begins: the write begins; otherwise it ends
  */
-void tmem_record_write_range(u32 first, u32 nr, int writes)
+void tmem_record_write_range(u32 first, u32 nr, bool begins)
 {
 	u32 block;
 
-	for (block = first; block < first + nr; block++)
-		erase_block(block, writes);
+	for (block = first; block < first + nr; block++) {
+		if (begins)
+			count_begin(block);
+		erase_block(block);
+		if (!begins)
+			count_end(block);
+	}
 }
 
 /**
@@ -308,40 +454,48 @@ void tmem_record_write_range(u32 first, u32 nr, int writes)
 void tmem_record_erase(u32 first, u32 nr)
 {
 	struct record_set *set;
+	const struct tables *t;
 	unsigned long flags;
 	u32 block;
 	int i;
 
-	if (nr <= BIT(set_bits)) {
+	rcu_read_lock();
+	t = rcu_dereference(tables);
+	if (nr <= BIT(t->set_bits)) {
 		for (block = first; block < first + nr; block++)
-			erase_block(block, 0);
-		return;
+			erase_block(block);
+		goto out;
 	}
-	for (set = sets; set < sets + BIT(set_bits); set++) {
+	for (set = t->sets; set < t->sets + BIT(t->set_bits); set++) {
 		spin_lock_irqsave(&set->lock, flags);
 		for (i = 0; i < SET_RECORDS; i++)
 			if (set->record[i].block - first < nr)
 				erase(set, &set->record[i]);
 		spin_unlock_irqrestore(&set->lock, flags);
 	}
+out:
+	rcu_read_unlock();
 }
 
 /**
  * tmem_record_get() - begin a get of a block
  * @block: the block
  *
- * Return: sequence number for tmem_record_got(), or 0 if a write may be in flight.
+ * Return: sequence number for tmem_record_got(), or 0 if there must be no get, for example because
+ * a write may be in flight.
  */
 u32 tmem_record_get(u32 block)
 {
-	struct record_set *set = set_of(block);
+	struct record_set *set;
 	unsigned long flags;
 	u32 seq = 0;
 
-	spin_lock_irqsave(&set->lock, flags);
-	if (!is_written(set))
+	set = open_set(block, &flags);
+	if (!set)
+		return 0;
+	if (!is_written(block))
 		seq = find_or_add(set, block)->seq;
-	spin_unlock_irqrestore(&set->lock, flags);
+	unlock_set(set, flags);
 	return seq;
 }
 
@@ -357,13 +511,17 @@ u32 tmem_record_get(u32 block)
  */
 bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool verify)
 {
-	struct record_set *set = set_of(block);
-	u32 *hint = hint_of(page);
+	struct record_set *set;
 	struct record *record;
 	unsigned long flags;
-	bool same;
+	bool same = false;
+	u32 *hint;
 
-	spin_lock_irqsave(&set->lock, flags);
+	rcu_read_lock();
+	hint = hint_of(page);
+	set = open_set(block, &flags);
+	if (!set)
+		goto out;
 	record = find(set, block);
 	same = record && (record->seq == seq || TMEM_WITHOUT(GET_SEQ));
 	if (same && hint) {
@@ -371,7 +529,9 @@ bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool veri
 		record->state = verify ? RECORD_HELD : RECORD_READ;
 		WRITE_ONCE(*hint, block);
 	}
-	spin_unlock_irqrestore(&set->lock, flags);
+	unlock_set(set, flags);
+out:
+	rcu_read_unlock();
 	return same;
 }
 
@@ -391,21 +551,24 @@ enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
 				      void (*put)(u32 block, void *arg), void *arg)
 {
 	enum tmem_verdict verdict = TMEM_VERDICT_NONE;
-	u32 *hint = hint_of(evicted->page), block = hint ? xchg(hint, 0) : 0;
-	struct record_set *set;
+	struct record_set *set = NULL;
 	struct record *record;
 	unsigned long flags;
+	u32 *hint, block;
 
-	if (block && tmem_evicted_read(evicted)) {
-		set = set_of(block);
-		spin_lock_irqsave(&set->lock, flags);
+	rcu_read_lock();
+	hint = hint_of(evicted->page);
+	block = hint ? xchg(hint, 0) : 0;
+	if (block && tmem_evicted_read(evicted))
+		set = open_set(block, &flags);
+	if (set) {
 		record = find(set, block);
 		/*
 		 * While a write may be in flight, the record may be older than the block. So no
 		 * block has an index entry from the begin of a write to its end.
 		 */
 		if (record && record->state != RECORD_NONE &&
-		    (!is_written(set) || TMEM_WITHOUT(IN_FLIGHT))) {
+		    (!is_written(block) || TMEM_WITHOUT(IN_FLIGHT))) {
 			verdict = record->check == evicted->checks.check64 ||
 				  TMEM_WITHOUT(EQUAL) ? TMEM_VERDICT_EQUAL :
 							TMEM_VERDICT_OTHER;
@@ -415,8 +578,9 @@ enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
 				record->block = 0;
 			}
 		}
-		spin_unlock_irqrestore(&set->lock, flags);
+		unlock_set(set, flags);
 	}
+	rcu_read_unlock();
 	tmem_count(TMEM_STAT_blocks_puts_equal + verdict);
 	return verdict;
 }
@@ -432,13 +596,13 @@ void tmem_record_dirty(struct folio *folio)
 	struct record *record;
 	u32 block, *hint;
 
+	rcu_read_lock();
 	for (i = 0; i < nr; i++) {
 		hint = hint_of(folio_page(folio, i));
 		block = hint ? READ_ONCE(*hint) : 0;
 		if (!block)
 			continue;
-		set = set_of(block);
-		spin_lock_irqsave(&set->lock, flags);
+		set = lock_set(block, &flags);
 		record = find(set, block);
 		/*
 		 * NONE: the write may be in flight, and the page clean again before the write ends.
@@ -446,8 +610,9 @@ void tmem_record_dirty(struct folio *folio)
 		if (record && !TMEM_WITHOUT(DIRTY) &&
 		    (record->state == RECORD_WRITTEN || record->state == RECORD_NONE))
 			erase(set, record);
-		spin_unlock_irqrestore(&set->lock, flags);
+		unlock_set(set, flags);
 	}
+	rcu_read_unlock();
 }
 
 /**
@@ -459,11 +624,13 @@ void tmem_record_forget(struct folio *folio)
 	unsigned long i, nr = folio_nr_pages(folio);
 	u32 *hint;
 
+	rcu_read_lock();
 	for (i = 0; i < nr; i++) {
 		hint = hint_of(folio_page(folio, i));
 		if (hint && READ_ONCE(*hint))
 			WRITE_ONCE(*hint, 0);
 	}
+	rcu_read_unlock();
 }
 
 /**
@@ -476,6 +643,7 @@ void tmem_record_move(struct folio *to, struct folio *from)
 	unsigned long i, nr = folio_nr_pages(from);
 	u32 *hint, *old, block;
 
+	rcu_read_lock();
 	for (i = 0; i < nr; i++) {
 		hint = hint_of(folio_page(to, i));
 		old = hint_of(folio_page(from, i));
@@ -483,34 +651,111 @@ void tmem_record_move(struct folio *to, struct folio *from)
 		if (hint)
 			WRITE_ONCE(*hint, block);
 	}
+	rcu_read_unlock();
+}
+
+static void tables_free(struct tables *t)
+{
+	if (!t)
+		return;
+	vfree(t->sets);
+	vfree(t->hints);
+	kfree(t);
+}
+
+/* Returns the sizes of the tables for the present RAM: space for a record of each page. */
+static struct tables sizes(void)
+{
+	struct tables t = { .set_bits = order_base_2(DIV_ROUND_UP(totalram_pages(), SET_RECORDS)) };
+	int node;
+
+	for_each_online_node(node)
+		t.nr_hints = max(t.nr_hints, node_end_pfn(node));
+	return t;
+}
+
+/* Allocates zeroed memory, without OOM killer, because a guest can do without new tables. */
+static void *table_alloc(size_t nr, size_t bytes)
+{
+	return __vmalloc(array_size(nr, bytes),
+			 GFP_KERNEL | __GFP_ZERO | __GFP_RETRY_MAYFAIL | __GFP_NOWARN);
+}
+
+/* Returns new tables, or NULL. */
+static struct tables *tables_new(void)
+{
+	struct tables *t = kzalloc(sizeof(*t), GFP_KERNEL);
+	unsigned long i;
+
+	if (!t)
+		return NULL;
+	*t = sizes();
+	t->sets = table_alloc(BIT(t->set_bits), sizeof(*t->sets));
+	t->hints = table_alloc(t->nr_hints, sizeof(*t->hints));
+	if (!t->sets || !t->hints) {
+		tables_free(t);
+		return NULL;
+	}
+	for (i = 0; i < BIT(t->set_bits); i++)
+		spin_lock_init(&t->sets[i].lock);
+	return t;
+}
+
+/**
+ * tmem_records_follow_ram() - replace the tables if RAM has another size
+ * @renew: makes sure that transfers are not recorded, and their bytes not used, that began before
+ *
+ * All records are lost: pages that are in the page cache now are put only after another transfer.
+ * Without memory the old tables stay.
+ *
+ * Context: process, sleeps. One call at a time, and none with init or exit.
+ */
+void tmem_records_follow_ram(void (*renew)(void))
+{
+	struct tables *old = rcu_dereference_protected(tables, true), *new;
+	struct tables want = sizes();
+
+	/* Memory that is unplugged keeps its hints. */
+	if (want.nr_hints <= old->nr_hints && want.set_bits <= old->set_bits &&
+	    want.set_bits + SHRINK_BITS > old->set_bits && !tmem_test_replace())
+		return;
+	new = tables_new();
+	if (!new)
+		return;
+	TMEM_TEST_COUNT(replaced);
+	WRITE_ONCE(closed, true);
+	/*
+	 * Until all puts have ended that found a record, writes have to find it, too, and erase it
+	 * before they erase the index entry.
+	 */
+	synchronize_rcu();
+	rcu_assign_pointer(tables, new);
+	synchronize_rcu();	/* no number of the old tables is given any more */
+	tables_free(old);
+	renew();
+	synchronize_rcu();	/* nobody relies on an epoch from before any more */
+	smp_store_release(&closed, false);
+	TMEM_TEST_COUNT(replaced);
 }
 
 /**
  * tmem_records_init() - make the tables of records and hints
  *
- * There is space for a record of each page of RAM. The tables take 18 to 37 bytes for each page of
- * RAM, depending on how far the sizes are rounded up to a power of two, and 4 bytes for each page
- * frame number.
+ * The tables take 18 to 37 bytes for each page of RAM, depending on how far the sizes are rounded
+ * up to a power of two, and 4 bytes for each page frame number. The counters of writes take up to 1
+ * byte for each page of RAM.
  *
  * Return: 0 or -ENOMEM.
  */
 int tmem_records_init(void)
 {
-	unsigned long i;
-	int node;
-
-	for_each_online_node(node)
-		nr_hints = max(nr_hints, node_end_pfn(node));
-	set_bits = order_base_2(DIV_ROUND_UP(totalram_pages(), SET_RECORDS));
-	sets = kvcalloc(BIT(set_bits), sizeof(*sets), GFP_KERNEL);
-	hints = kvcalloc(nr_hints, sizeof(*hints), GFP_KERNEL);
-	if (!sets || !hints) {
-		tmem_records_exit();
-		return -ENOMEM;
-	}
-	for (i = 0; i < BIT(set_bits); i++)
-		spin_lock_init(&sets[i].lock);
-	return 0;
+	writes_bits = sizes().set_bits;
+	writes = table_alloc(BIT(writes_bits), sizeof(*writes));
+	rcu_assign_pointer(tables, tables_new());
+	if (writes && rcu_access_pointer(tables))
+		return 0;
+	tmem_records_exit();
+	return -ENOMEM;
 }
 
 /**
@@ -518,8 +763,8 @@ int tmem_records_init(void)
  */
 void tmem_records_exit(void)
 {
-	kvfree(sets);
-	kvfree(hints);
-	sets = NULL;
-	hints = NULL;
+	tables_free(rcu_dereference_protected(tables, true));
+	RCU_INIT_POINTER(tables, NULL);
+	vfree(writes);
+	writes = NULL;
 }

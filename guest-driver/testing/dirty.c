@@ -51,7 +51,7 @@ static char try(struct page *page, int when)
 	if (seq)
 		tmem_record_flush(BLOCK, seq, check, page);
 	else
-		tmem_record_write_range(BLOCK, 1, -1);
+		tmem_record_write_range(BLOCK, 1, false);
 	if (when == DIRTY_AFTER) {
 		SetPageDirty(page);
 		tmem_record_dirty(folio);

@@ -179,6 +179,7 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_OWN_AREA] = "own_area",
 	[TMEM_CHECK_DIRTY] = "dirty",
 	[TMEM_CHECK_RESUME] = "resume",
+	[TMEM_CHECK_RENEW] = "renew",
 };
 
 static int set_blocks_without(const char *val, const struct kernel_param *kp)
@@ -198,3 +199,10 @@ MODULE_PARM_DESC(test_blocks_without, "TEST: names of safety checks of hooks/blo
 char *tmem_test_release;
 module_param_named(test_release, tmem_test_release, charp, 0444);
 MODULE_PARM_DESC(test_release, "TEST: point release that the driver takes for that of the kernel, such as 6.12.118-1");
+
+unsigned int tmem_test_replace_ms;
+module_param_named(test_replace_ms, tmem_test_replace_ms, uint, 0644);
+MODULE_PARM_DESC(test_replace_ms, "TEST: period in milliseconds in which the tables of records are replaced, although RAM has the same size; 0: not");
+unsigned int tmem_test_replaced;
+module_param_named(test_replaced, tmem_test_replaced, uint, 0444);
+MODULE_PARM_DESC(test_replaced, "TEST: number of begins and ends of replacements of the tables of records");

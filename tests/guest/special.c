@@ -28,6 +28,7 @@
  * - special place FILE OFFSET: prints the place on the disk, in bytes, of the block with this byte
  * - special pieces DEVICE OFFSET BYTES PIECE: zeroes a range of a disk by a direct write from pieces of this
  *   size, or prints "failed: " and the error
+ * - special zeroout DEVICE OFFSET BYTES: zeroes a range of a disk without sending it zeroes
  * - special scsi DEVICE OFFSET: zeroes a page of a disk by a SCSI command of SG_IO
  * - special from-map FILE SOURCE: writes a file directly, from a mapping of a file of its size
  * - special clone FILE SOURCE: makes FILE share the blocks of SOURCE
@@ -488,6 +489,18 @@ static int write_from_map(const char *path, const char *source)
 	return 0;
 }
 
+static int zeroout(const char *device, uint64_t offset, uint64_t bytes)
+{
+	uint64_t range[2] = { offset, bytes };
+	int fd = open(device, O_RDWR);
+
+	if (fd < 0)
+		return fail(device);
+	if (ioctl(fd, BLKZEROOUT, range))
+		return fail("BLKZEROOUT");
+	return 0;
+}
+
 static int clone(const char *path, const char *source)
 {
 	int to = open(path, O_CREAT | O_TRUNC | O_WRONLY, 0600), from = open(source, O_RDONLY);
@@ -593,6 +606,8 @@ int main(int argc, char **argv)
 	if (argc == 6 && !strcmp(argv[1], "pieces"))
 		return write_pieces(argv[2], strtoll(argv[3], NULL, 0), strtoul(argv[4], NULL, 0),
 				    strtoul(argv[5], NULL, 0));
+	if (argc == 5 && !strcmp(argv[1], "zeroout"))
+		return zeroout(argv[2], atoll(argv[3]), atoll(argv[4]));
 	if (argc == 4 && !strcmp(argv[1], "scsi"))
 		return write_scsi(argv[2], strtoull(argv[3], NULL, 0));
 	if (argc == 4 && !strcmp(argv[1], "from-map"))

@@ -217,6 +217,11 @@ def wait_blocked(guest: Guest, reason: str) -> None:
     assert is_on(guest)
 
 
+def parameter(guest: Guest, name: str) -> str:
+    """Returns the value of a parameter of the module."""
+    return guest.read(f"{PARAMETERS}/{name}")
+
+
 def set_parameter(guest: Guest, name: str, value: str) -> None:
     guest.sh(f"echo '{value}' >{PARAMETERS}/{name}")
 

@@ -24,6 +24,7 @@ from driver import (
     driver_vm,
     growth,
     kept,
+    parameter,
     programs,
     set_parameter,
     settle,
@@ -240,6 +241,34 @@ def test_sampled_reads_are_compared_with_the_disk(
     wait_blocked(guest, "a page from the host differs from the disk")
 
 
+def zeroout(file: File, pages: int) -> Job:
+    """Starts to zero the first pages of a file, below the file system, by one command."""
+    command = f"{SPECIAL} zeroout {file.device} {file.offset} {pages * PAGE}"
+    return file.guest.start(command, 120)
+
+
+def test_long_writes_erase_only_their_blocks(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A command that zeroes a range erases its blocks. Meanwhile, others are put and got."""
+    guest = boot(session, kernel, test_module)
+    device = f"/dev/{guest.disk('data')}"
+    file, other = File(guest, WHERE, device, 4), File(guest, WHERE, device)
+    hold = Hold(guest, "submit")
+    job = zeroout(file, 2)
+    hold.wait()
+    before = stats(guest)
+    assert other.read() == OLD
+    other.hold(1)
+    assert growth(before, stats(guest))["hits"] == 1
+    # The disk still has the old bytes. They must not be in the pool when it has the new ones.
+    assert file.read() == OLD * 4
+    evict(guest, file.path)
+    hold.release()
+    assert job.wait().status == 0
+    assert file.read() == NEW * 2 + OLD * 2
+
+
 def write_by_command(file: File) -> bytes:
     file.guest.sh(f"{SPECIAL} scsi {file.device} {file.offset}")
     return file.read()
@@ -310,6 +339,55 @@ def test_checks_of_commands_and_places(session: Session, kernel: Kernel, test_mo
     guest.mount("small", OTHER)
     Mount(guest, OTHER).wait("on")
     check_whole_blocks(guest)
+
+
+def replace_tables(guest: Guest) -> None:
+    """Replaces the tables of records once more at least, and then not any more."""
+    before = int(parameter(guest, "test_replaced"))
+    set_parameter(guest, "test_replace_ms", "50")
+
+    def replaced() -> int:
+        return int(parameter(guest, "test_replaced")) - before
+
+    until(lambda: replaced() > 1, IO_SECONDS, "the tables are replaced")
+    set_parameter(guest, "test_replace_ms", "0")
+    # The number is odd while they are being replaced.
+    until(lambda: (replaced() + before) % 2 == 0, IO_SECONDS, "the last replacement ends")
+
+
+def get_across_tables(file: File, check: str) -> bytes:
+    """Replaces the tables and writes the block during a get.
+
+    The read of a clone makes a record in the new tables, with the same number as the get's record
+    had in the old ones.
+    """
+    guest = file.guest
+    clone = f"{file.path}-clone"
+    guest.sh(f"{SPECIAL} clone {clone} {file.path}; sync")
+    replace_tables(guest)
+    hold = Hold(guest, "fetch")
+    reader = file.reader()
+    hold.wait()
+    without(guest, check)
+    replace_tables(guest)
+    assert file.write().wait().status == 0
+    assert guest.get(clone) == NEW
+    hold.release()
+    reader.wait()
+    return file.read()
+
+
+def test_gets_do_not_outlive_the_tables_of_records(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    other = disk.xfs(session.directory / "other.img", DISK_BYTES)
+    guest = boot(session, kernel, test_module, "xfs", other=other)
+    guest.mount("other", OTHER, "xfs")
+    device = f"/dev/{guest.disk('other')}"
+    for check, found in (("renew", OLD), ("", NEW)):
+        file = File(guest, OTHER, device)
+        assert get_across_tables(file, check) == found, f"without: {check}"
+        without(guest, "")
 
 
 def unaligned_file(guest: Guest) -> str:

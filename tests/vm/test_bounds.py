@@ -14,6 +14,7 @@ from driver import (
     driver_guest,
     evict,
     limit_index,
+    parameter,
     settle,
     start_daemon,
     stats,
@@ -24,7 +25,6 @@ from test_mounts import Mount
 
 from harness import disk
 from harness.disk import Disk
-from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
 from harness.vm import MIB, Tmem
@@ -47,10 +47,6 @@ LARGE_RAM = 2048 * MIB
 ENTRY_BYTES = 48 << 10
 # Size of the part of a file that is read at a time, and maximum number of these parts.
 PART_MIB, PARTS_MAX = 2, 20
-
-
-def parameter(guest: Guest, name: str) -> str:
-    return guest.read(f"{PARAMETERS}/{name}")
 
 
 def test_operations_of_the_index_reschedule_after_bounded_work(

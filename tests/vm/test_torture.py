@@ -18,6 +18,7 @@ from driver import (
     driver_guest,
     evict,
     kept,
+    parameter,
     seed,
     set_parameter,
     state,
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 OPERATIONS = 8_000
 # Files are few and small, so that the same pages come and go often.
 SMALL = "--files=16 --size-max=524288"
+# Period in which the tables of records are replaced, and how often they must be at least.
+REPLACE_MS, REPLACED_MIN = 20, 20
 # Arguments with which the torture program can unmount and mount the disk.
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
@@ -105,6 +108,17 @@ def test_readers_never_see_an_older_version_of_a_block(
     wait_state(guest, "on")
 
 
+def test_tables_of_records_may_be_replaced_at_any_time(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Random operations cause no wrong byte while the tables are replaced all the time."""
+    guest = boot(session, kernel, test_module, f"verify_every=0 test_replace_ms={REPLACE_MS}")
+    Torture(guest, f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 {MOUNT}").finish()
+    assert stats(guest)["hits"] > OPERATIONS // 100
+    assert int(parameter(guest, "test_replaced")) > REPLACED_MIN
+    wait_state(guest, "on")
+
+
 @pytest.mark.smoke
 def test_torture_scenarios_find_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
@@ -124,10 +138,10 @@ def test_torture_scenario_finds_a_wrong_byte_if_a_check_is_removed(
     # With retained pages, the driver itself would notice some faults and block the mount.
     guest = boot(session, kernel, test_module, f"verify_every=0 retain=N {PATIENT}")
     remount = "umount /mnt; mount -t ext4 /dev/vda /mnt"
-    for parameter, value, scenario in BROKEN:
-        set_parameter(guest, parameter, value)
+    for name, value, scenario in BROKEN:
+        set_parameter(guest, name, value)
         print(value, Torture(guest, f"--scenario={scenario} {MOUNT}").must_mismatch())
-        set_parameter(guest, parameter, "")
+        set_parameter(guest, name, "")
         # The remount removes wrong pages before the next run: it has a new super block and an empty
         # pool.
         guest.sh(remount, 60)
