@@ -65,8 +65,12 @@ long tmem_index_limit(void)
  */
 #define KERNEL_RAM_FACTOR	4
 
-/* Returns the size of RAM that counts for the module's memory, in bytes. */
-static long counted_ram_bytes(void)
+/**
+ * tmem_counted_ram_bytes() - return the size of RAM that counts for the module's memory
+ *
+ * Return: bytes, for the size that RAM has now.
+ */
+long tmem_counted_ram_bytes(void)
 {
 	return min(totalram_pages(), KERNEL_RAM_FACTOR * nr_free_buffer_pages()) * PAGE_SIZE;
 }
@@ -93,7 +97,7 @@ long tmem_index_entry_bytes(void)
  */
 long tmem_budget_bytes(void)
 {
-	return budget_of(counted_ram_bytes());
+	return budget_of(tmem_counted_ram_bytes());
 }
 
 /*
@@ -107,7 +111,7 @@ static void update_limit(void)
 	lockdep_assert_held(&limit_lock);
 	/* If RAM changes after this line, tmem_index_follow_ram() finds another size later. */
 	WRITE_ONCE(limit_ram_pages, totalram_pages());
-	ram_bytes = counted_ram_bytes();
+	ram_bytes = tmem_counted_ram_bytes();
 	bytes = budget_of(ram_bytes) - reserved_bytes;
 	if (reserved_for_retain)
 		bytes += ram_bytes / (long)TMEM_BUDGET_RETAIN_DIVISOR;

@@ -487,6 +487,7 @@ void tmem_ram_exit(void);
 void tmem_ram_check(struct tmem_dev *dev);
 
 /* implemented in budget.c */
+long tmem_counted_ram_bytes(void);
 long tmem_budget_bytes(void);
 void tmem_index_set_device_bytes(long bytes, bool retain);
 void tmem_index_follow_ram(void);

@@ -102,28 +102,25 @@ static unsigned int nr_running(struct tmem_dev *dev)
  */
 static bool fetch_wait(struct tmem_dev *dev, struct tmem_fetch *fetch)
 {
+	unsigned int *nr = &dev->nr_waiting[fetch->ahead];
 	bool waits;
 
 	spin_lock_bh(&dev->fetch_lock);
+	WRITE_ONCE(*nr, *nr + 1);
+	/*
+	 * Either this task sees what the end of another fetch has freed, and how many still run, or
+	 * that end sees that this fetch waits; pairs with fetch_end().
+	 */
+	smp_mb();
 	/* Readers get bounce pages in the order in which they came. */
-	waits = !READ_ONCE(dev->tripped) &&
-		(!has_room(fetch) || (!fetch->ahead && dev->nr_waiting[false]));
-	if (waits) {
-		WRITE_ONCE(dev->nr_waiting[fetch->ahead], dev->nr_waiting[fetch->ahead] + 1);
-		/*
-		 * Either this task sees that no other fetch runs, or the end of the last one sees
-		 * that this one waits; pairs with fetch_end().
-		 */
-		smp_mb();
-		waits = nr_running(dev);
-		if (!waits)
-			WRITE_ONCE(dev->nr_waiting[fetch->ahead],
-				   dev->nr_waiting[fetch->ahead] - 1);
-	}
+	waits = nr_running(dev) && !READ_ONCE(dev->tripped) &&
+		(!has_room(fetch) || (!fetch->ahead && *nr > 1));
 	if (waits) {
 		fetch->waits = true;
 		tmem_count(TMEM_STAT_fetches_waited);
 		add_locked(dev, fetch);
+	} else {
+		WRITE_ONCE(*nr, *nr - 1);
 	}
 	spin_unlock_bh(&dev->fetch_lock);
 	return waits;

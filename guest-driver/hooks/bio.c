@@ -50,6 +50,7 @@ struct tracked {
 	sector_t sector, nr;		/* range of sectors on the whole disk */
 	bool whole;			/* the range is erased, and not page by page */
 	unsigned int long_write;	/* its number, if @whole */
+	bool drained;			/* the disk of the area can be drained */
 	sector_t area_start;		/* on the whole disk */
 	u32 area_first;
 	const struct super_block *sb;	/* of the area; only compared */
@@ -169,6 +170,7 @@ static bool set_area(struct tracked *t)
 		t->area_first = area->first;
 		t->sb = area->sb;
 		t->epoch = READ_ONCE(area->epoch);
+		t->drained = area->drained;
 	}
 	rcu_read_unlock();
 	return area;
@@ -322,7 +324,11 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	t->whole = bio_op(bio) != REQ_OP_WRITE || !in_area;
 	if (t->whole) {
 		from = (u64)(sector - t->area_start) << SECTOR_SHIFT;
-		t->long_write = in_area ?
+		/*
+		 * While the write is in flight, an area that cannot be drained may follow, with
+		 * other numbers.
+		 */
+		t->long_write = in_area && t->drained ?
 			tmem_record_long_write(block_at(t, from), block_at(t, from + bytes - 1)) :
 			tmem_record_long_write(0, U32_MAX);
 		/* submit_bio() may sleep. */

@@ -41,9 +41,12 @@
 
 /*
  * Number of long writes in flight whose ranges are known. While there are more, no page is put or
- * got. Disks have fewer discards in flight.
+ * got. xfs has 100 discards in flight when it is trimmed.
  */
-#define LONG_WRITES	16
+#define LONG_WRITES	128
+
+/* Number of sets that a walk visits in one RCU section, which takes about 100 us. */
+#define WALK_SETS	4096
 
 /*
  * State of a record. NONE: a transfer is in flight, or the block was erased. READ, WRITTEN: the
@@ -444,6 +447,28 @@ void tmem_record_write_range(u32 first, u32 nr, bool begins)
 	}
 }
 
+/* Erases the records of a range of blocks in WALK_SETS sets, from number @i on. */
+static void erase_in_sets(unsigned long i, u32 first, u32 nr)
+{
+	unsigned long flags, end;
+	struct record_set *set;
+	struct tables *t;
+	int j;
+
+	rcu_read_lock();
+	t = rcu_dereference(tables);
+	end = min_t(unsigned long, i + WALK_SETS, BIT(t->set_bits));
+	for (; i < end; i++) {
+		set = &t->sets[i];
+		spin_lock_irqsave(&set->lock, flags);
+		for (j = 0; j < SET_RECORDS; j++)
+			if (set->record[j].block - first < nr)
+				erase(set, &set->record[j]);
+		spin_unlock_irqrestore(&set->lock, flags);
+	}
+	rcu_read_unlock();
+}
+
 /**
  * tmem_record_erase() - erase the records of a range of blocks
  * @first: first block
@@ -453,28 +478,19 @@ void tmem_record_write_range(u32 first, u32 nr, bool begins)
  */
 void tmem_record_erase(u32 first, u32 nr)
 {
-	struct record_set *set;
-	const struct tables *t;
-	unsigned long flags;
+	unsigned long nr_sets, i;
 	u32 block;
-	int i;
 
 	rcu_read_lock();
-	t = rcu_dereference(tables);
-	if (nr <= BIT(t->set_bits)) {
+	nr_sets = BIT(rcu_dereference(tables)->set_bits);
+	rcu_read_unlock();
+	if (nr <= nr_sets)
 		for (block = first; block < first + nr; block++)
 			erase_block(block);
-		goto out;
-	}
-	for (set = t->sets; set < t->sets + BIT(t->set_bits); set++) {
-		spin_lock_irqsave(&set->lock, flags);
-		for (i = 0; i < SET_RECORDS; i++)
-			if (set->record[i].block - first < nr)
-				erase(set, &set->record[i]);
-		spin_unlock_irqrestore(&set->lock, flags);
-	}
-out:
-	rcu_read_unlock();
+	else
+		/* Tables that replace these have no record of before, and may be left out. */
+		for (i = 0; i < nr_sets; i += WALK_SETS)
+			erase_in_sets(i, first, nr);
 }
 
 /**
@@ -666,7 +682,8 @@ static void tables_free(struct tables *t)
 /* Returns the sizes of the tables for the present RAM: space for a record of each page. */
 static struct tables sizes(void)
 {
-	struct tables t = { .set_bits = order_base_2(DIV_ROUND_UP(totalram_pages(), SET_RECORDS)) };
+	unsigned long pages = tmem_counted_ram_bytes() / PAGE_SIZE;
+	struct tables t = { .set_bits = order_base_2(DIV_ROUND_UP(pages, SET_RECORDS)) };
 	int node;
 
 	for_each_online_node(node)
@@ -706,18 +723,26 @@ static struct tables *tables_new(void)
  * @renew: makes sure that transfers are not recorded, and their bytes not used, that began before
  *
  * All records are lost: pages that are in the page cache now are put only after another transfer.
- * Without memory the old tables stay.
+ * So RAM must have had the same size at the last call. Without memory the old tables stay.
  *
  * Context: process, sleeps. One call at a time, and none with init or exit.
  */
 void tmem_records_follow_ram(void (*renew)(void))
 {
+	static unsigned int last_set_bits;
+	static unsigned long last_nr_hints;
 	struct tables *old = rcu_dereference_protected(tables, true), *new;
 	struct tables want = sizes();
+	bool same = want.set_bits == last_set_bits && want.nr_hints == last_nr_hints;
 
+	last_set_bits = want.set_bits;
+	last_nr_hints = want.nr_hints;
 	/* Memory that is unplugged keeps its hints. */
 	if (want.nr_hints <= old->nr_hints && want.set_bits <= old->set_bits &&
 	    want.set_bits + SHRINK_BITS > old->set_bits && !tmem_test_replace())
+		return;
+	/* RAM may grow in many steps. */
+	if (!same)
 		return;
 	new = tables_new();
 	if (!new)

@@ -108,20 +108,17 @@ def test_figures_agree_in_guest_daemon_and_metrics(
 
 
 def agree_on_waits(served: dict[str, Any], after: dict[str, int], metrics: str) -> None:
-    # The driver and the daemon have a histogram of get requests, which counts each request once.
-    # A reader never waits for a request for a shorter time than the daemon takes for it.
+    # The daemon's histogram has all get requests, and the driver's has those for which a reader
+    # waited when they began.
     seen = served["driver"]["get_latency"]
     assert seen["buckets"] == [after[name] for name in WAITS]
-    assert (
-        sum(seen["buckets"]) == after["requests_get"] == sum(served["get_latency"]["buckets"]) > 0
-    )
-    assert seen["sum_ns"] == after["get_waits_ns"] > served["get_latency"]["sum_ns"]
-    # The driver also adds up the times that readers waited, for its breaker. This sum is in
-    # microseconds and counts each call once, so it is at most the sum over the requests.
-    assert after["waits_us"] * 1000 <= seen["sum_ns"]
+    assert 0 < sum(seen["buckets"]) <= after["requests_get"]
+    assert after["requests_get"] == sum(served["get_latency"]["buckets"])
+    assert seen["sum_ns"] == after["get_waits_ns"] > 0
+    assert after["waits_us"] > 0
     assert sum(served["wait_latency"]["buckets"]) > 0 < served["wait_latency"]["sum_ns"]
     name = "tmem_vm_driver_get_duration_seconds"
-    assert metric(metrics, f"{name}_count") == after["requests_get"]
+    assert metric(metrics, f"{name}_count") == sum(seen["buckets"])
     assert metric(metrics, f"{name}_sum") == pytest.approx(seen["sum_ns"] / 1e9)
 
 
