@@ -16,7 +16,7 @@ from harness import debug_kernel, toolchain
 from harness.paths import ROOT, HarnessError, cache_dir
 
 UPSTREAM = ROOT / "docs/upstream"
-REPRODUCERS = sorted((UPSTREAM / "reproducers").glob("*.c"))
+REPRODUCERS = sorted((UPSTREAM / "reproducers").iterdir())
 MAILS = sorted(UPSTREAM.glob("*.txt"))
 # Longest line of a mail to the kernel's lists.
 COLUMNS_MAX = 76
@@ -61,16 +61,19 @@ def test_patches_apply_to_the_newest_source_of_their_series(series: str, tmp_pat
         assert done.returncode == 0, f"{path.name}: {done.stdout}"
 
 
-@pytest.mark.parametrize("source", REPRODUCERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("source", REPRODUCERS, ids=lambda path: path.name)
 def test_reproducers_compile_without_warnings(source: Path, tmp_path: Path) -> None:
-    command = ["cc", "-Wall", "-Wextra", "-Werror", "-o", str(tmp_path / "program"), str(source)]
+    if source.suffix == ".c":
+        command = ["cc", "-Wall", "-Wextra", "-Werror", "-o", str(tmp_path / "a.out"), str(source)]
+    else:
+        command = ["sh", "-n", str(source)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_each_reproducer_belongs_to_a_report() -> None:
-    named = re.findall(r"reproducers/(\S+\.c)", "".join(map(Path.read_text, MAILS)))
-    assert sorted(set(named)) == [path.name for path in REPRODUCERS]
+    named = re.findall(r"^Reproducer: reproducers/(.*)", "".join(map(Path.read_text, MAILS)), re.M)
+    assert sorted(named) == [path.name for path in REPRODUCERS]
 
 
 def test_lines_of_mails_are_short() -> None:

@@ -3,8 +3,8 @@
  * Conversion of files that are stored in their inodes, on an ext4 with inline_data.
  *
  *   cc -o ext4-inline-data ext4-inline-data.c
- *   ext4-inline-data DIR		DIR is on an ext4 that mke2fs -O inline_data -I 256 made; any user
- *   ext4-inline-data DIR check		after an unmount and a mount
+ *   ext4-inline-data DIR	DIR is on an ext4 of mkfs.ext4 -O inline_data -I 256; any user
+ *   ext4-inline-data DIR check	after an unmount and a mount
  *
  * Before, the free blocks should be filled with other bytes than zeroes and freed again: the report
  * has the commands. The exit status of the check is 1 if a file has wrong bytes, and 0 if not.
