@@ -285,12 +285,14 @@ size_t resident_pages(int fd, size_t size)
 bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint64_t from_page,
 		   uint64_t donor_page, uint64_t pages)
 {
-	struct move_extent move = {
-		.donor_fd = donor->fd, .orig_start = from_page, .donor_start = donor_page,
-		.len = pages,
-	};
-	int failed;
+	struct move_extent move = { .donor_fd = donor->fd };
+	int failed, block;
 
+	if (ioctl(from->fd, FIGETBSZ, &block))
+		fail(w, from, "FIGETBSZ");
+	move.orig_start = from_page * PAGE / block;
+	move.donor_start = donor_page * PAGE / block;
+	move.len = pages * PAGE / block;
 	file_write(w, from, from_page * PAGE, pages * PAGE);
 	file_write(w, donor, donor_page * PAGE, pages * PAGE);
 	if (fsync(from->fd) || fsync(donor->fd))
@@ -306,7 +308,7 @@ bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint
 	if (failed && errno != ENOTTY && errno != EOPNOTSUPP && errno != EBUSY)
 		fail(w, from, "EXT4_IOC_MOVE_EXT");
 	/* The ioctl stops at a busy page and may have moved some pages (Linux 7.2, no journal). */
-	memset(donor->model + donor_page * PAGE, 0, move.moved_len * PAGE);
+	memset(donor->model + donor_page * PAGE, 0, move.moved_len * block);
 	return !failed || move.moved_len;
 }
 

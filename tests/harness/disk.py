@@ -164,9 +164,6 @@ class FileSystem:
     kind: str
     make_options: tuple[str, ...] = ()
     mount_options: str = ""
-    # Operations that the torture program omits on this file system, because stock kernels without
-    # any module return wrong bytes after them.
-    left_out: tuple[str, ...] = ()
     exchange: bool = False
 
     def make(self, path: Path, size_bytes: int) -> Path:
@@ -178,12 +175,10 @@ class FileSystem:
         return ext4(path, size_bytes, None, *self.make_options)
 
 
-# File systems that the driver serves, by the names that tests use. With blocks smaller than a page,
-# a stock kernel without any module returns wrong bytes after EXT4_IOC_MOVE_EXT, so that operation
-# is left out there.
+# File systems that the driver serves, by the names that tests use.
 FILE_SYSTEMS = {
     "ext4": FileSystem("ext4"),
-    "ext4-1k": FileSystem("ext4", ("-b", "1024"), left_out=("move-ext",)),
+    "ext4-1k": FileSystem("ext4", ("-b", "1024")),
     "ext4-writeback": FileSystem("ext4", mount_options="data=writeback"),
     "ext4-nojournal": FileSystem("ext4", ("-O", "^has_journal")),
     "ext4-bigalloc": FileSystem("ext4", ("-O", "bigalloc", "-C", "16384")),
@@ -192,11 +187,6 @@ FILE_SYSTEMS = {
     "xfs-exchange": FileSystem("xfs", ("-m", "reflink=1"), exchange=True),
     "xfs-noreflink": FileSystem("xfs", ("-m", "reflink=0")),
 }
-
-
-def left_out(name: str) -> str:
-    """Returns the torture program's arguments that omit what stock kernels get wrong."""
-    return " ".join(f"--no-{operation}" for operation in FILE_SYSTEMS[name].left_out)
 
 
 def _run(command: list[str]) -> None:

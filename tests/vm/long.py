@@ -79,7 +79,7 @@ def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
     """Yields the arguments of each run of the torture program in one VM, with a new seed."""
     yield (
         f"--seed={generator.getrandbits(32)} --ops={RANDOM_OPERATIONS} {SMALL} --jobs=2 "
-        f"--rounds=3 {disk.left_out(name)} {mounted(name)}"
+        f"--rounds=3 {mounted(name)}"
     )
     yield (
         f"--seed={generator.getrandbits(32)} --mode=versions --ops={VERSIONS_OPERATIONS} --mixed "
