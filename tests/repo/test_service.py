@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Under a real systemd, the unit of the daemon behaves as docs/operating.md describes.
 
+The sandbox of the guest's service tmem-guest-autosize permits what the service needs, and no more.
+
 The tests are skipped, with the reason, if systemd cannot run as process 1 of its own namespaces.
 """
 
@@ -40,10 +42,13 @@ OWN_SECONDS = 20.0
 STORM_SECONDS = 60
 QEMU_USER = 64055
 CAPABILITIES = {"chown": 0, "fowner": 3, "sys_resource": 24}
+AUTOSIZE = ROOT / "debian/virtio-tmem-guest.tmem-guest-autosize.service"
+AUTOSIZE_UNIT = "tmem-guest-autosize.service"
+AUTOSIZE_LOG = "/run/autosize.log"
 # Largest allowed results of `systemd-analyze security` for units, from 0 (safe) to 10 (unsafe).
 EXPOSURE_MAX = {
     SOURCES / UNIT: 3.2,
-    ROOT / "debian/virtio-tmem-guest.tmem-guest-autosize.service": 1.3,
+    AUTOSIZE: 1.3,
 }
 VM = {
     "uuid": "6f9619ff-8b86-d011-b42d-00c04fc964ff",
@@ -51,6 +56,35 @@ VM = {
     "socket": f"{RUN}/added.sock",
     "quota": {"reserve_bytes": 4 << 20, "limit_bytes": None, "weight": 100},
 }
+
+
+def autosize_paths() -> dict[str, str]:
+    """Returns the paths that `tmem-guest autosize` writes to, by their names in its source."""
+    source = (ROOT / "guest-driver/tools/tmem-guest_autosize.c").read_text()
+    found = re.findall(
+        r'^#define\s+(RECLAIM|REPORTING|COMPACT|RUN)\s+"(.*)"$', source, re.MULTILINE
+    )
+    assert len(found) == 4, found
+    paths = dict(found)
+    paths["REPORTING"] += "/page_reporting_order"
+    paths["RUN"] += "/new"
+    return paths
+
+
+# Paths that the sandbox of tmem-guest-autosize.service must keep read-only.
+READ_ONLY = ["/etc/new", "/run/new", "/proc/sys/vm/swappiness", "/sys/fs/cgroup/cgroup.procs"]
+
+
+def probe() -> str:
+    """Returns a script that prints the paths that it can open for writing, and its privileges.
+
+    It writes nothing, so the host's kernel does not act.
+    """
+    paths = " ".join([*autosize_paths().values(), *READ_ONLY])
+    return (
+        f"for path in {paths}; do (: >>$path) 2>/dev/null && echo can write $path; done\n"
+        "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +104,15 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     log = "append:/run/tmemd.log"
     text = f"[Service]\nStandardOutput={log}\nStandardError={log}\n"
     host.write("etc/systemd/system/tmemd.service.d/log.conf", text)
+    shutil.copy(AUTOSIZE, host.units / AUTOSIZE_UNIT)
+    # This systemd runs in namespaces, not in a VM.
+    text = (
+        "[Unit]\nConditionVirtualization=\n[Service]\nRestart=no\n"
+        "ExecStart=\nExecStart=/bin/sh /etc/probe\n"
+        f"StandardOutput=append:{AUTOSIZE_LOG}\nStandardError=append:{AUTOSIZE_LOG}\n"
+    )
+    host.write(f"etc/systemd/system/{AUTOSIZE_UNIT}.d/probe.conf", text)
+    host.write("etc/probe", probe())
     try:
         host.start()
         host.expect("systemd-sysusers", "/etc/sysusers.d/virtio-tmem.conf")
@@ -380,6 +423,31 @@ def test_systemd_does_not_restart_a_daemon_that_it_stopped(host: Systemd, daemon
     assert host.show(UNIT, "ActiveState") == "inactive"
     assert host.show(UNIT, "Result") == "success"
     assert not daemon.control.exists()
+
+
+def test_sandbox_of_autosize_permits_only_what_the_service_needs(host: Systemd) -> None:
+    for path in READ_ONLY[2:]:
+        assert host.path(path).exists()
+    host.expect("systemctl", "start", AUTOSIZE_UNIT)
+    until(
+        lambda: host.show(AUTOSIZE_UNIT, "ActiveState") != "active", OWN_SECONDS, "the probe ends"
+    )
+    text = host.path(AUTOSIZE_LOG).read_text()
+    assert host.show(AUTOSIZE_UNIT, "Result") == "success", text
+    # A host without version 2 of control groups has no memory.reclaim.
+    wanted = {
+        path
+        for path in autosize_paths().values()
+        if path.endswith("/new") or host.path(path).exists()
+    }
+    assert len(wanted) >= 2
+    assert set(re.findall(r"^can write (\S+)$", text, re.MULTILINE)) == wanted, text
+    found = dict(re.findall(r"^(\w+):\s*(\w+)$", text, re.MULTILINE))
+    # Process 1, this systemd, may lack the capability in a container.
+    own = host.expect("grep", "CapEff", "/proc/1/status").split()[1]
+    resource = int(own, 16) & 1 << CAPABILITIES["sys_resource"]
+    assert int(found["CapEff"], 16) == int(found["CapBnd"], 16) == resource, text
+    assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2"), text
 
 
 @pytest.mark.parametrize("source", EXPOSURE_MAX, ids=lambda path: path.stem)
