@@ -18,6 +18,7 @@ mod generated {
 pub mod accounts;
 pub mod arcstats;
 pub mod log;
+pub mod overcommit;
 pub mod size;
 #[cfg(test)]
 mod statistics_test;

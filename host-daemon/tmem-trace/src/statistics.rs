@@ -86,6 +86,9 @@ macro_rules! statistics {
                 /// part of `host_available_bytes` that ZFS's ARC can release: its size without its
                 /// minimum size
                 host_arc_bytes("int", Gauge, "bytes", Exact "tmem_pool_host_arc_bytes");
+                /// free swap of the host, as the daemon last read it. 0 if the daemon does not watch
+                /// the host's memory
+                host_swap_free_bytes("int", Gauge, "bytes", Exact "tmem_pool_host_swap_free_bytes");
                 /// steps by which the pool shrank for the host or for a VM that started (metric:
                 /// only those that `host_shrinks_stalls` does not count)
                 host_shrinks("int", Counter, "steps", Rest "tmem_pool_host_shrinks{cause=memory}");

@@ -670,7 +670,10 @@ fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
     let path = |name: &str| directory.path().join(name);
     // The test replaces the files by renaming others, so that the daemon never reads half a file.
     let host = |available: u64, stall_us: u64| {
-        let meminfo = format!("MemAvailable:   {} kB\n", available >> 10);
+        let meminfo = format!(
+            "MemAvailable:   {} kB\nSwapTotal:  131072 kB\nSwapFree:    98304 kB\n",
+            available >> 10
+        );
         let pressure = format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={stall_us}\n");
         for (name, text) in [("meminfo", meminfo), ("pressure", pressure)] {
             fs::write(path("new"), text).expect("cannot write the file");
@@ -721,6 +724,7 @@ fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
     });
     let shrunk = pool();
     assert_eq!(shrunk.host_available_bytes, 512 << 20);
+    assert_eq!(shrunk.host_swap_free_bytes, 96 << 20);
     assert!(shrunk.host_shrinks_stalls > 0);
     assert!(shrunk.host_shrinks > shrunk.host_shrinks_stalls);
     // Tasks of one control group wait because of its limit, and the host has 24 GiB available.

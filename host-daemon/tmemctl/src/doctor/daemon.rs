@@ -15,6 +15,7 @@ use std::process::Command;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 use tmem_control::arcstats;
+use tmem_control::overcommit::Overcommit;
 
 const DAEMON: &str = "daemon";
 
@@ -63,7 +64,7 @@ pub fn findings(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm
     };
     let mut findings = check_daemon(&stats.daemon, &stats.pool);
     findings.push(arc_counted(root, &stats.pool));
-    findings.push(returned_memory(root, &stats.daemon, &stats.pool));
+    findings.push(returned_memory(&stats.daemon, &stats.pool));
     findings.push(control_socket(&reach.socket));
     findings.push(locked(&stats.daemon));
     for vm in &vms {
@@ -265,32 +266,23 @@ fn arc_counted(root: &Path, pool: &api::PoolStats) -> Finding {
     }
 }
 
-/// Checks that the host can give VMs the memory that they have returned or never used. A VM takes
-/// it by using it, without a request, and all VMs may do so at once. Available memory, the pool and
-/// swap then have to suffice, or the kernel kills a QEMU.
-fn returned_memory(root: &Path, daemon: &api::DaemonStats, pool: &api::PoolStats) -> Finding {
+/// Checks that the host can give VMs the memory that they have returned or never used. Otherwise the
+/// kernel may kill a QEMU when the VMs use it.
+fn returned_memory(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Finding {
     let check = Check::new("returned-memory", DAEMON);
-    let meminfo = fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
-    let swap_bytes = meminfo.lines().find_map(|row| {
-        let kib = row.strip_prefix("SwapFree:")?.trim().strip_suffix(" kB")?;
-        Some(kib.parse::<i64>().ok()? << 10)
-    });
-    let returned_bytes = daemon.memory_bytes - daemon.memory_resident_bytes;
-    let pool_bytes = (pool.held_bytes - pool.reserved_bytes).max(0);
-    let host_bytes = pool.host_available_bytes + pool_bytes + swap_bytes.unwrap_or(0);
-    if pool.host_available_bytes == 0 {
+    let Some(memory) = Overcommit::new(daemon, pool) else {
         return check.good(
             "not known: the daemon does not watch the host's memory, so the memory that VMs may \
              still use is not compared with it",
         );
-    }
-    match returned_bytes > host_bytes {
+    };
+    match memory.missing_bytes(0) > 0 {
         true => check.warning(
             format!(
                 "the VMs have returned or never used {} of their memory, and can use it at any time. \
                  The host has {} for that: available memory, the pool without reserves, and free swap",
-                size(returned_bytes),
-                size(host_bytes)
+                size(memory.unused_bytes),
+                size(memory.host_bytes)
             ),
             "start no further VM on this host; move a VM to another host, or add swap",
         ),
@@ -551,29 +543,21 @@ mod tests {
 
     #[test]
     fn doctor_finds_returned_memory_that_the_host_does_not_have() {
-        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
-        let root = directory.path();
         let stats = reply(vec![]);
         let (mut daemon, mut pool) = (stats.daemon, stats.pool);
         pool.reserved_bytes = 7;
-        let mut check = |returned: i64, available: i64, held: i64| {
+        let mut check = |returned: i64, available: i64, held: i64, swap: i64| {
             (daemon.memory_bytes, daemon.memory_resident_bytes) = (returned + 5, 5);
             (pool.host_available_bytes, pool.held_bytes) = (available, held + 7);
-            let finding = returned_memory(root, &daemon, &pool);
+            pool.host_swap_free_bytes = swap;
+            let finding = returned_memory(&daemon, &pool);
             assert_eq!(finding.text.starts_with("not known"), available == 0);
             state(&[finding], "returned-memory")
         };
-        assert_eq!(check(3 << 20, 1 << 20, 2 << 20), State::Good);
-        assert_eq!(check((3 << 20) + 1, 1 << 20, 2 << 20), State::Warning);
-        assert_eq!(check((3 << 20) + 1, 0, 2 << 20), State::Good);
-        fs::create_dir(root.join("proc")).expect("cannot create the directory");
-        fs::write(
-            root.join("proc/meminfo"),
-            "SwapTotal: 9 kB\nSwapFree:  1 kB\n",
-        )
-        .expect("cannot write the file");
-        assert_eq!(check((3 << 20) + 1024, 1 << 20, 2 << 20), State::Good);
-        assert_eq!(check((3 << 20) + 1025, 1 << 20, 2 << 20), State::Warning);
+        assert_eq!(check(3 << 20, 1 << 20, 2 << 20, 0), State::Good);
+        assert_eq!(check((3 << 20) + 1, 1 << 20, 2 << 20, 0), State::Warning);
+        assert_eq!(check((3 << 20) + 1, 0, 2 << 20, 0), State::Good);
+        assert_eq!(check((3 << 20) + 1024, 1 << 20, 2 << 20, 1024), State::Good);
     }
 
     #[test]

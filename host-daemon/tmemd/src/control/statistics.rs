@@ -213,6 +213,7 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
         configured_bytes: int(size.full_bytes()),
         host_available_bytes: load(&size.available_bytes),
         host_arc_bytes: load(&size.arc_bytes),
+        host_swap_free_bytes: load(&size.swap_free_bytes),
         host_shrinks: load(&size.shrinks_memory) + host_shrinks_stalls,
         host_shrinks_stalls,
         host_grows: load(&size.grows),

@@ -23,6 +23,8 @@ pub struct Available {
     /// Memory that ZFS's ARC can release; 0 on a host without ZFS. The kernel does not count it in
     /// `MemAvailable`.
     pub arc_bytes: u64,
+    /// Free swap of the host; 0 if the host does not report it.
+    pub swap_free_bytes: u64,
     /// Memory that the daemon's control group may still use below its limits; None if neither the
     /// group nor a group that contains it has a limit.
     pub group_bytes: Option<u64>,
@@ -38,6 +40,7 @@ impl Available {
         Available {
             host_bytes: host_bytes.map(|bytes| bytes.saturating_add(arc_bytes)),
             arc_bytes,
+            swap_free_bytes: meminfo_bytes(&meminfo, "SwapFree").unwrap_or(0),
             group_bytes: config.group.as_deref().and_then(group_bytes),
         }
     }

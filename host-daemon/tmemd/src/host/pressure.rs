@@ -224,6 +224,7 @@ impl Governor {
             host_bytes,
             arc_bytes,
             group_bytes,
+            ..
         } = readings.available;
         // ZFS may not be able to release its ARC as fast as tasks need memory, or not completely.
         // Tasks that wait then need the pool's memory, however large the ARC is.
@@ -410,6 +411,8 @@ pub struct PoolSize {
     pub available_bytes: AtomicU64,
     /// The part of `available_bytes` that ZFS's ARC can release.
     pub arc_bytes: AtomicU64,
+    /// Free swap of the host in bytes at the last reading.
+    pub swap_free_bytes: AtomicU64,
     /// Number of steps so far that made the pool larger again.
     pub grows: AtomicU64,
 }
@@ -434,6 +437,7 @@ impl PoolSize {
             shrinks_stalls: AtomicU64::new(0),
             available_bytes: AtomicU64::new(0),
             arc_bytes: AtomicU64::new(0),
+            swap_free_bytes: AtomicU64::new(0),
             grows: AtomicU64::new(0),
         }
     }
@@ -497,10 +501,12 @@ impl PoolSize {
         let Available {
             host_bytes,
             arc_bytes,
+            swap_free_bytes,
             ..
         } = readings.available;
         self.available_bytes.store(host_bytes.unwrap_or(0), Relaxed);
         self.arc_bytes.store(arc_bytes, Relaxed);
+        self.swap_free_bytes.store(swap_free_bytes, Relaxed);
         let reserved_bytes = || self.engine.reserved_bytes();
         let step = governor.step(now, readings, self.engine.held_bytes(), reserved_bytes);
         let Some(change) = step else {

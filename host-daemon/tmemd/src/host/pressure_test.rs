@@ -380,7 +380,7 @@ fn memory_stalls_count_although_the_arc_is_large() {
             available: Available {
                 host_bytes: Some(60 * GIB),
                 arc_bytes,
-                group_bytes: None,
+                ..Available::default()
             },
             stalled: true,
         };
@@ -455,6 +455,7 @@ fn both_reasons_of_a_smaller_pool_are_reported_apart() {
                 host_bytes: Some(available),
                 group_bytes: Some(7),
                 arc_bytes: 5,
+                swap_free_bytes: 0,
             },
             stalled,
         };
