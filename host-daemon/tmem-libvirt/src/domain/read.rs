@@ -48,6 +48,8 @@ pub struct Domain {
     /// Whether memory that the guest frees returns to the host (free page reporting). An error gives
     /// the reason why that is impossible or switched off.
     pub reporting: Result<bool, Error>,
+    /// True if the domain's balloon has free page reporting, even if that returns no memory.
+    pub requests_reporting: bool,
     /// Bytes that the guest may take from the host's available memory. The value is 0 if the
     /// guest's memory consists of huge pages, because the host sets these aside in advance.
     pub host_memory_bytes: u64,
@@ -99,6 +101,7 @@ impl Domain {
             acpi: find(root, "features/acpi").is_some(),
             memory: check_memory(root),
             reporting: check_reporting(root).map(|()| has_reporting(root)),
+            requests_reporting: has_reporting(root),
             host_memory_bytes: host_memory_bytes(root),
             memory_max_bytes: size(root, "maxMemory").or_else(|| size(root, "memory")),
         })
@@ -247,14 +250,17 @@ fn has_reporting(root: Node<'_, '_>) -> bool {
     balloon.and_then(|node| node.attribute(REPORTING)) == Some("on")
 }
 
-/// Returns the size of the domain's `currentMemory` in bytes, or of its `memory` if it has no
-/// `currentMemory`. The balloon lets the guest use no more than `currentMemory`. Returns 0 if the
-/// memory consists of huge pages.
+/// Returns the size of the domain's `currentMemory` in bytes, which the balloon lets the guest use.
+/// Returns the size of its `memory` if it has no `currentMemory`, or if the guest takes memory from
+/// the balloon when it needs it (`autodeflate`). Returns 0 if the memory consists of huge pages.
 fn host_memory_bytes(root: Node<'_, '_>) -> u64 {
     if find(root, "memoryBacking/hugepages").is_some() {
         return 0;
     }
+    let balloon = find(root, BALLOON);
+    let deflates = balloon.and_then(|node| node.attribute("autodeflate")) == Some("on");
     size(root, "currentMemory")
+        .filter(|_| !deflates)
         .or_else(|| size(root, "memory"))
         .unwrap_or(0)
 }
@@ -329,6 +335,10 @@ mod tests {
         assert_eq!(takes("<memory>1024</memory>"), 1 << 20);
         let current = "<currentMemory unit='MiB'>512</currentMemory>";
         assert_eq!(takes(&format!("{memory}{current}")), 512 << 20);
+        let balloon = "<devices><memballoon model='virtio' autodeflate='on'/></devices>";
+        assert_eq!(takes(&format!("{memory}{current}{balloon}")), 2 << 30);
+        let balloon = balloon.replace("'on'", "'off'");
+        assert_eq!(takes(&format!("{memory}{current}{balloon}")), 512 << 20);
         let huge = "<memoryBacking><hugepages/></memoryBacking>";
         assert_eq!(takes(&format!("{memory}{huge}")), 0);
         assert_eq!((takes(""), takes("<memory unit='x'>1</memory>")), (0, 0));

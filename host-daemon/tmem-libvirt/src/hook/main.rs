@@ -6,8 +6,8 @@
 //! that the host has memory for the VM. When the VM has ended, the hook tells the daemon to stop
 //! serving it.
 //!
-//! The hook stops a start only if the domain's metadata says required='yes'. In all other cases the
-//! hook exits with success. Otherwise, a hook that fails when libvirtd restarts would make libvirt
+//! The hook stops a start only if the domain's metadata says required='yes', or if the host lacks
+//! memory and the option --overcommit forbids that. In all other cases the hook exits with success. Otherwise, a hook that fails when libvirtd restarts would make libvirt
 //! kill the running VM. The hook never calls libvirt, because libvirt waits for the hook.
 //!
 //! The hook's stdout is the VM's new XML. It is empty except for a VM that migrates within its
@@ -16,8 +16,8 @@
 //! If the daemon does not answer, the hook remembers this for some seconds (`late.rs`), so that only
 //! one of many VMs waits for it.
 //!
-//! Usage: tmem-hook [--socket PATH] [--owner USER] [--late-file PATH] DOMAIN OPERATION ..., with the
-//! domain's XML on stdin.
+//! Usage: tmem-hook [--socket PATH] [--owner USER] [--late-file PATH] [--overcommit yes|no] DOMAIN
+//! OPERATION ..., with the domain's XML on stdin.
 
 mod late;
 
@@ -32,6 +32,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
+use tmem_control::overcommit::Overcommit;
 use tmem_libvirt::domain::{Device, Domain};
 use tmem_libvirt::{CallError, Owner};
 
@@ -75,17 +76,24 @@ enum Operation {
     Release,
 }
 
-/// The hook's options: the daemon's control socket, the user who may connect to a VM's socket, and
-/// the record that the daemon did not answer.
+/// The hook's options.
 struct Options {
+    /// The daemon's control socket.
     socket: PathBuf,
+    /// The user who may connect to a VM's socket.
     owner: Option<String>,
+    /// Record that the daemon did not answer.
     late: LateRecord,
+    /// True if a VM may start although the host could not give all VMs their memory at once.
+    overcommit: bool,
 }
 
-/// Reason why a VM has no cache, or a cache with other settings than its domain requests.
+/// Reason why a VM does not start, has no cache, or has a cache with other settings than its domain
+/// requests.
 struct Problem {
     required: bool,
+    /// True if the host lacks memory for the VM; false if the cache has a problem.
+    lacks_memory: bool,
     /// True if the daemon did not answer within [`TIMEOUT`].
     late: bool,
     what: String,
@@ -100,11 +108,13 @@ fn main() -> ExitCode {
         socket: api::DEFAULT_SOCKET.into(),
         owner: None,
         late: LateRecord::new(late::DEFAULT_PATH.into()),
+        overcommit: true,
     };
     while words.len() >= 2 {
         match words[0].as_str() {
             "--socket" => options.socket = PathBuf::from(&words[1]),
             "--owner" => options.owner = Some(words[1].clone()),
+            "--overcommit" => options.overcommit = words[1] != "no",
             "--late-file" => options.late = LateRecord::new(PathBuf::from(&words[1])),
             _ => break,
         }
@@ -128,12 +138,16 @@ fn main() -> ExitCode {
     };
     let bug = |_| Some(Problem::optional("a bug: tmem-hook panicked".into()));
     let problem = catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(bug);
-    let Some(Problem { required, what, .. }) = problem else {
+    let Some(problem) = problem else {
         return ExitCode::SUCCESS;
     };
+    let what = problem.what;
     let domain = words.first().map_or("?", String::as_str);
-    let stop = required && operation == Operation::Prepare;
+    let stop = problem.required && operation == Operation::Prepare;
     let (begin, end) = match (operation, stop) {
+        (_, true) if problem.lacks_memory => {
+            ("cannot have its memory", "; libvirt does not start it")
+        }
         (_, true) => (
             "cannot use the cache that it requires",
             "; libvirt does not start it",
@@ -169,6 +183,7 @@ impl Problem {
     fn optional(what: String) -> Problem {
         Problem {
             required: false,
+            lacks_memory: false,
             late: false,
             what,
         }
@@ -210,10 +225,30 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
     // Shrink the pool only if the VM will start, because only then does the VM take memory. Do not
     // ask a daemon that has just been late, because that would delay the start once more.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
-        let (bytes, socket) = (domain.host_memory_bytes, options.socket.clone());
+        let (bytes, own) = (domain.host_memory_bytes, options.clone());
         // A pool that cannot shrink does not prevent the VM's start.
-        if within(RELEASE_TIMEOUT, move || release_memory(bytes, &socket)).is_none() {
-            record_late(options);
+        let missing_bytes = within(RELEASE_TIMEOUT, move || release_memory(bytes, &own));
+        match missing_bytes {
+            None => record_late(options),
+            Some(0) => (),
+            Some(missing_bytes) => {
+                let what = format!(
+                    "the host lacks {} MiB if all VMs use their memory at once. Move a VM to \
+                     another host, or add swap",
+                    missing_bytes.div_ceil(1 << 20)
+                );
+                if !options.overcommit {
+                    return Some(Problem {
+                        required: true,
+                        lacks_memory: true,
+                        ..Problem::optional(what)
+                    });
+                }
+                log(&format!(
+                    "virtio-tmem: domain {} starts, but {what}",
+                    domain.name
+                ));
+            }
         }
     }
     problem
@@ -339,11 +374,25 @@ fn within<T: Send + 'static>(
 
 /// Asks the daemon to shrink the pool so that the host has `bytes` available for a VM that starts.
 /// The VM need not have the virtio-tmem device.
-fn release_memory(bytes: u64, socket: &Path) {
+///
+/// Returns the bytes that the host lacks if all VMs use their memory at once, this one included;
+/// 0 if that is unknown. If the VM must then not start, the pool does not shrink.
+fn release_memory(bytes: u64, options: &Options) -> u64 {
     let bytes = i64::try_from(bytes).unwrap_or(0);
-    if bytes > 0 {
-        let _ = call(socket, |client| client.release_memory(bytes).call());
+    if bytes == 0 {
+        return 0;
     }
+    // The statistics are read before the pool shrinks. Afterwards, memory that the pool has released
+    // might not yet count as available.
+    let stats = call(&options.socket, |client| client.get_stats(None).call()).ok();
+    let memory = stats.and_then(|stats| Overcommit::new(&stats.daemon, &stats.pool));
+    let missing_bytes = memory.map_or(0, |memory| memory.missing_bytes(bytes));
+    if missing_bytes == 0 || options.overcommit {
+        let _ = call(&options.socket, |client| {
+            client.release_memory(bytes).call()
+        });
+    }
+    missing_bytes.unsigned_abs()
 }
 
 /// Handles one operation for a domain, and returns the problem if there is one. Does nothing if the
@@ -365,7 +414,7 @@ fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> 
     Some(Problem {
         required,
         late,
-        what,
+        ..Problem::optional(what)
     })
 }
 

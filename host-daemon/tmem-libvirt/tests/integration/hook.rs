@@ -15,7 +15,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
-use tmem_model::TestDaemon;
+use tmem_model::{FakeGuest, GuestConfig, TestDaemon};
 use tmemd::PressureConfig;
 
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
@@ -23,6 +23,9 @@ const POOL_BYTES: u64 = 64 << 20;
 const FREE_MIN_BYTES: u64 = 256 << 20;
 /// Available memory of the host in these tests: 512 MiB more than the memory that must stay free.
 const AVAILABLE_BYTES: u64 = FREE_MIN_BYTES + (512 << 20);
+
+/// Free swap of the host in these tests.
+const SWAP_BYTES: u64 = 128 << 20;
 
 /// Largest number of clients that the control socket accepts at a time.
 const PLACES: usize = 16;
@@ -32,9 +35,17 @@ struct HookTest {
 }
 
 fn host() -> HookTest {
-    let daemon = TestDaemon::start_with(&[], |config| {
+    host_with(&[])
+}
+
+fn host_with(vms: &[&str]) -> HookTest {
+    let daemon = TestDaemon::start_with(vms, |config| {
         let meminfo = config.run_directory.join("meminfo");
-        let text = format!("MemAvailable:   {} kB\n", AVAILABLE_BYTES >> 10);
+        let text = format!(
+            "MemAvailable:   {} kB\nSwapFree:   {} kB\n",
+            AVAILABLE_BYTES >> 10,
+            SWAP_BYTES >> 10
+        );
         fs::write(&meminfo, text).expect("cannot write the file");
         config.pool_size_bytes = POOL_BYTES;
         config.pressure = Some(PressureConfig {
@@ -61,14 +72,21 @@ impl HookTest {
             .vms
     }
 
-    fn pool_bytes(&self) -> u64 {
+    fn stats(&self) -> tmem_control::GetStats_Reply {
         let mut client =
             tmem_control::connect(&self.control()).expect("cannot connect to the control socket");
-        let stats = client
+        client
             .get_stats(None)
             .call()
-            .expect("the daemon answered the varlink call with an error");
-        stats.pool.size_bytes as u64
+            .expect("the daemon answered the varlink call with an error")
+    }
+
+    fn pool(&self) -> tmem_control::PoolStats {
+        self.stats().pool
+    }
+
+    fn pool_bytes(&self) -> u64 {
+        self.pool().size_bytes as u64
     }
 }
 
@@ -115,8 +133,20 @@ fn hook(control: &Path, operation: &str, xml: &str) -> Output {
 }
 
 fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Output {
+    hook_with_options(&[], stderr, control, operation, xml)
+}
+
+fn hook_with_options(
+    options: &[&str],
+    stderr: Stdio,
+    control: &Path,
+    operation: &str,
+    xml: &str,
+) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_tmem-hook"))
-        .args(["--owner", "none", "--socket"])
+        .args(["--owner", "none"])
+        .args(options)
+        .arg("--socket")
         .arg(control)
         .arg("--late-file")
         .arg(control.with_extension("late"))
@@ -163,6 +193,59 @@ fn the_pool_shrinks_for_a_starting_vm() {
         1 << 20,
         "the pool did not shrink to its minimum"
     );
+}
+
+/// With `--overcommit no`, a VM starts only if the host could give all VMs their memory at once. The
+/// pool does not shrink for a VM that does not start.
+#[test]
+fn a_vm_for_which_the_host_lacks_memory_starts_only_with_overcommit() {
+    let host = host_with(&["a"]);
+    until("the daemon has read the host's memory", || {
+        host.pool().host_swap_free_bytes as u64 == SWAP_BYTES
+    });
+    let start = |overcommit: &str, operation: &str, mib: u64| {
+        let options = ["--overcommit", overcommit];
+        let xml = xml(mib, "");
+        hook_with_options(&options, Stdio::piped(), &host.control(), operation, &xml)
+    };
+    let pool = host.pool();
+    let pool_mib = ((pool.held_bytes - pool.reserved_bytes).max(0) >> 20) as u64;
+    let most_mib = ((AVAILABLE_BYTES + SWAP_BYTES) >> 20) + pool_mib;
+    let output = start("no", "prepare", most_mib + 9);
+    let words = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success());
+    assert!(
+        words.contains("the host lacks 9 MiB if all VMs use their memory at once"),
+        "{words}"
+    );
+    assert!(
+        words.contains("domain web cannot have its memory"),
+        "{words}"
+    );
+    assert!(words.contains("libvirt does not start it"), "{words}");
+    assert_eq!(host.pool().size_bytes as u64, POOL_BYTES);
+    // libvirt would kill a running VM if the hook failed.
+    for operation in ["reconnect", "release"] {
+        assert!(start("no", operation, most_mib + 9).status.success());
+    }
+    assert!(start("yes", "prepare", most_mib + 9).status.success());
+    assert!(start("no", "prepare", most_mib).status.success());
+
+    // Memory that another VM has not used yet counts, too.
+    let mut guest = FakeGuest::new(GuestConfig::default()).expect("cannot make the guest's memory");
+    guest
+        .connect(&host.daemon.path("a.sock"))
+        .expect("the daemon refuses the guest");
+    guest
+        .start()
+        .expect("the daemon refuses the guest's memory");
+    let unused = || {
+        let daemon = host.stats().daemon;
+        daemon.memory_bytes - daemon.memory_resident_bytes
+    };
+    until("the other VM has unused memory", || unused() > 2 << 20);
+    let output = start("no", "prepare", most_mib);
+    assert!(!output.status.success());
 }
 
 /// Returns the XML of the QEMU arguments that give a domain the virtio-tmem device at `socket`.
