@@ -169,6 +169,13 @@ fn check_domain(seen: &Seen, host: Option<&Host>) -> Vec<Finding> {
             "the guest does not return memory that it frees: its balloon has no freePageReporting",
             &format!("{attach}, and restart the domain"),
         ),
+        Err(error) if domain.requests_reporting => check.warning(
+            error.0.clone(),
+            &format!(
+                "virsh edit {name}: remove freePageReporting from <memballoon>. With huge pages, \
+                 QEMU is killed if the host lacks one that the guest has returned"
+            ),
+        ),
         // It is a property of the domain or a decision of its owner.
         Err(error) => check.good(error.0.clone()),
     });
@@ -367,6 +374,37 @@ mod tests {
         let with = |value| format!("<memballoon model='virtio' freePageReporting='{value}'/>");
         assert_eq!(state(&with("on")), State::Good);
         assert_eq!(state(&with("off")), State::Good);
+        let vfio = "<hostdev mode='subsystem' type='pci'/>";
+        assert_eq!(state(vfio), State::Good);
+        assert_eq!(state(&format!("{}{vfio}", with("on"))), State::Warning);
+    }
+
+    #[test]
+    fn doctor_warns_of_reports_of_free_huge_pages() {
+        let xml = attached().replace(
+            "<source type='memfd'/>",
+            "<hugepages/><source type='memfd'/>",
+        );
+        assert!(xml.contains("<hugepages/>"));
+        let check = |xml: &str| {
+            let found = check_domain(&seen(xml), None);
+            let of_check = found
+                .into_iter()
+                .find(|finding| finding.check == "free-page-reporting");
+            of_check.expect("the check has no finding")
+        };
+        let with = |more: &str| {
+            let balloon = format!("<devices><memballoon model='virtio'{more}/>");
+            check(&xml.replace("<devices>", &balloon))
+        };
+        for (more, state) in [
+            ("", State::Good),
+            (" freePageReporting='on'", State::Warning),
+        ] {
+            let found = with(more);
+            assert_eq!(found.state, state, "{found:?}");
+            assert!(found.text.contains("huge pages"), "{found:?}");
+        }
     }
 
     #[test]
