@@ -3,7 +3,8 @@
 
 tmemd runs in this VM as on any host. It reads the VM's available memory, and the time for which
 tasks of a control group wait for memory. A simulated guest fills the pool (tmemd's example `fill`).
-The VM's kernel has one free operation of AIO, or none.
+The VM's kernel has one free operation of AIO, or none. VMs of this host are processes that have the
+memory of a VM and a connection to the daemon (tmemd's example `regrow`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from harness.disk import Disk
 from harness.guest import Guest, Job
 from harness.kernel import Kernel
 from harness.paths import ROOT, host_binary
@@ -73,19 +75,33 @@ class Host:
         *,
         aio_operations: int | None = None,
         more: tuple[Path, ...] = (),
+        swap_bytes: int = 0,
+        vms: int = 0,
     ) -> None:
         tmemd = host_binary("tmemd")
         programs = (tmemd, fill, *more)
         files = {f"/bin/{program.name}": program for program in programs} | libraries(*programs)
-        config = Config(kernel, memory_bytes=MEMORY, cpus=2, files=files)
+        disks = []
+        if swap_bytes:
+            image = session.directory / "swap.img"
+            with image.open("wb") as file:
+                file.truncate(swap_bytes)
+            # mkswap warns that a program of the host should not use a sparse file for swap.
+            subprocess.run(["mkswap", image], check=True, capture_output=True)
+            disks.append(Disk("swap", image))
+        config = Config(kernel, memory_bytes=MEMORY, cpus=2, files=files, disks=disks)
         self.guest: Guest = session.vm(config).start()
+        if swap_bytes:
+            self.guest.sh(f"swapon /dev/{self.guest.disk('swap')}")
         self.guest.sh("mkdir -p /run /big; mount -t tmpfs -o size=100% tmpfs /big")
         if before:
             self.guest.sh(before)
         if aio_operations is not None:
             self.guest.sh(f"echo {aio_operations} >/proc/sys/fs/aio-max-nr")
         command = f"tmemd --pool-size {POOL}MiB --control /run/control {arguments}"
-        command = f"{joined(before)} exec {command} --vm socket=/run/vm.sock,name=vm 2>&1"
+        names = ["vm", *(f"vm{number}" for number in range(vms))]
+        command += "".join(f" --vm socket=/run/{name}.sock,name={name}" for name in names)
+        command = f"{joined(before)} exec {command} 2>&1"
         self.daemon = self.guest.start(f"{OOM_SCORE}; {command}", 1200)
         until(
             lambda: self.guest.run("test -S /run/control").status == 0,
@@ -203,6 +219,53 @@ def test_burst_ends_no_process_but_the_daemon(session: Session, kernel: Kernel, 
     print(taker.stdout().decode(), killed(host.guest), sep="\n")
     assert taker.wait().status == 0, "the process that needs memory was ended"
     assert killed(host.guest) in ([], ["tmemd"])
+
+
+def test_four_vms_take_their_memory_back_at_once(
+    session: Session, kernel: Kernel, fill: Path
+) -> None:
+    """Four VMs with 1.5 times the host's memory use all of it at once, and no process is ended.
+
+    The host has available memory, the pool and swap for that, as docs/autosize.md requires. A fifth
+    VM gets pages from the pool meanwhile, and the test prints how long that takes.
+    """
+    regrow, reader, vms = example("regrow"), example("reader"), 4
+    each = MEMORY * 3 // 2 // vms // MIB
+    # Without the arguments for pressure, the daemon has its defaults. The swap is larger than the
+    # rule requires, because a page that is swapped in keeps its place in the swap for a while.
+    swap_bytes = MEMORY * 3 // 2
+    host = Host(
+        session, kernel, fill, "", more=(regrow, reader), swap_bytes=swap_bytes, vms=vms + 1
+    )
+    jobs = [
+        host.guest.start(f"exec regrow /run/vm{number}.sock {each} /run/go 2>&1", 600)
+        for number in range(vms)
+    ]
+    until(lambda: all(job.stdout() for job in jobs), 120, "the VMs are connected")
+    gets = host.guest.start(f"exec reader /run/vm{vms}.sock 2>&1", 600)
+    until(lambda: gets.stdout().count(b"\n") >= 5, 120, "the fifth VM gets pages")
+    quiet = gets.stdout().decode()
+    full = host.pool()
+    host.guest.sh("touch /run/go")
+
+    def have_it() -> bool:
+        assert not any(job.done() for job in jobs), [job.stdout().decode() for job in jobs]
+        return all(job.stdout().count(b"\n") == 2 for job in jobs)
+
+    until(have_it, 300, "the VMs have their memory")
+    given = host.pool()
+    busy = gets.stdout().decode()[len(quiet) :]
+    print("gets before:", quiet, "gets meanwhile:", busy, sep="\n")
+    print(*(job.stdout().decode() for job in jobs), full, given, sep="\n")
+    assert not gets.done(), busy
+    assert killed(host.guest) == []
+    assert given["held_bytes"] < full["held_bytes"] // 2
+    # The rule holds, and would not hold without the pool's memory and swap.
+    unused = vms * each * MIB
+    assert full["host_available_bytes"] < unused
+    assert unused <= sum(
+        full[name] for name in ("host_available_bytes", "held_bytes", "host_swap_free_bytes")
+    )
 
 
 def killed(guest: Guest) -> list[str]:
