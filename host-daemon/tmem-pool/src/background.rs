@@ -8,7 +8,7 @@
 use crate::blob::{Encoded, Prepared};
 use crate::codec;
 use crate::config::{
-    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, FINALIZE_PAGES, PAGE_SIZE, Page, Time,
+    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, FINALIZE_PAGES, PAGE_SIZE, Page, STALE_RAW_MAX, Time,
     reclaim_high_bytes,
 };
 use crate::engine::Engine;
@@ -304,17 +304,18 @@ impl Engine {
 
     /// Finalizes (deduplicates and compresses) up to [`FINALIZE_PAGES`] raw pages of the tenant.
     /// Returns the number of these pages, or None if there was no memory for the final form of one
-    /// of them.
+    /// of them. If the call found only entries of pages that are no longer raw, and more entries
+    /// wait, it returns 1, because it has done about the work for a page.
     pub(crate) fn finalize(&self, tenant: &TenantShared) -> Option<usize> {
         let mut work = [RawPage::default(); FINALIZE_PAGES];
         let mut checks = [0; FINALIZE_PAGES];
-        let mut nr = 0;
+        let (mut nr, mut stale_left) = (0, STALE_RAW_MAX);
         let mut state = tenant.lock(&self.totals);
         state.prefetch_raw(FINALIZE_PAGES, |blob| {
             self.store.prefetch_content(Content::Raw(blob));
         });
         while nr < FINALIZE_PAGES
-            && let Some(page) = state.next_raw()
+            && let Some(page) = state.next_raw(&mut stale_left)
         {
             // Take another reference to the raw blob. It keeps the page's bytes if another thread
             // removes the page before its final form is stored.
@@ -324,9 +325,10 @@ impl Engine {
                 nr += 1;
             }
         }
+        let has_more = state.has_raw();
         drop(state);
         if nr == 0 {
-            return Some(0);
+            return Some(usize::from(has_more));
         }
         let work = &work[..nr];
         for page in work {

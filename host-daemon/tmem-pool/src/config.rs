@@ -17,18 +17,25 @@ pub const POOLS_PER_TENANT_MAX: usize = 256;
 /// limit bounds the host memory for keys of same-filled pages, which have no stored bytes.
 pub const KEYS_PER_TENANT_MAX: u32 = 1 << 26;
 
-/// Smallest limit of a tenant's raw pages, which are stored uncompressed until a background worker
-/// finalizes them. It suffices for four put requests of the largest size, 64 pages.
+/// Smallest number of raw pages that a tenant may have whatever its charge is. Raw pages are stored
+/// uncompressed until a background worker finalizes them. The number suffices for four put requests
+/// of the largest size, 64 pages.
 pub(crate) const RAW_PAGES_MIN: u32 = 256;
 
-/// Largest limit of a tenant's raw pages, which are not compressed yet: 8 MiB of pages, which one
-/// core compresses in about 10 ms.
+/// Largest number of raw pages that a tenant may have whatever its charge is: 8 MiB of pages, which
+/// one core compresses in about 10 ms.
 pub(crate) const RAW_PAGES_MAX: u32 = 2048;
 
-/// Divisor for the limit of a tenant's raw pages, which are not compressed yet. The limit is the
-/// tenant's entitlement in pages, divided by this number, but at least RAW_PAGES_MIN and at most
-/// RAW_PAGES_MAX. So the limit depends on quotas only, not on the load of other tenants.
+/// Divisor for the number of raw pages that a tenant may have whatever its charge is. The number is
+/// the tenant's entitlement in pages, divided by this constant, but at least RAW_PAGES_MIN and at
+/// most RAW_PAGES_MAX. So it depends on quotas only, not on the load of other tenants. Further raw
+/// pages must fit into the rest of the tenant's entitlement or into free memory of the pool.
 pub(crate) const RAW_PART: u64 = 16;
+
+/// Largest number of entries that one step removes from a tenant's queue of raw pages because their
+/// pages are gone or finalized. The step holds the tenant's lock, and looking up an entry takes up
+/// to 100 ns.
+pub(crate) const STALE_RAW_MAX: usize = 128;
 
 /// Number of raw pages that a background worker finalizes (deduplicates and compresses) for one
 /// tenant before it turns to the next tenant. The number is small because the next tenant waits,

@@ -10,7 +10,7 @@
 use crate::blob::Store;
 use crate::config::{
     EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART, KEYS_PER_TENANT_MAX, PAGE_SIZE, Quota,
-    TABLES_ROOM_BYTES, TENANT_METADATA_BYTES, TenantSpec,
+    TABLES_ROOM_BYTES, TENANT_METADATA_BYTES, TenantSpec, reclaim_high_bytes,
 };
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
@@ -19,7 +19,7 @@ use crate::index::entry::Gauges;
 use crate::membership::Membership;
 use crate::poison;
 use crate::secret::ScratchPages;
-use crate::state::Freed;
+use crate::state::{Freed, RAW_CHARGE_BYTES};
 use crate::stats::EngineStats;
 use crate::sweep::Sweep;
 use crate::sync::{
@@ -168,6 +168,14 @@ impl Engine {
     pub(crate) fn used_bytes(&self) -> u64 {
         let used_bytes = self.store.heap.busy_bytes() + self.metadata_bytes();
         used_bytes.saturating_add(self.index_room_bytes())
+    }
+
+    /// Returns the number of raw pages for which the pool has free memory, without the memory that
+    /// background work keeps free for puts.
+    pub(crate) fn spare_raw_pages(&self) -> u64 {
+        let size_bytes = self.size_bytes.get();
+        let taken_bytes = self.used_bytes() + reclaim_high_bytes(size_bytes);
+        size_bytes.saturating_sub(taken_bytes) / RAW_CHARGE_BYTES
     }
 
     /// Returns whether the pool has memory for more index entries. If it has none, the caller

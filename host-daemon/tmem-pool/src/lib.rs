@@ -80,6 +80,7 @@
 //! | `background.rs`, `sweep.rs` | background work; recompression of cold pages |
 //! | `tenant/` | handle to a tenant: the work of its requests outside of its lock |
 //! | `tenant_shared.rs`, `state.rs` | one tenant: its lock, and the work under it |
+//! | `raw_queue.rs` | pages of a tenant that wait to be deduplicated and compressed |
 //! | `request.rs` | requests of a tenant and their results |
 //! | `index/` | keys, and the entry of each page |
 //! | `blob.rs`, `dedup.rs` | stored contents; equal pages are stored once |
@@ -124,6 +125,7 @@ mod index;
 mod membership;
 mod poison;
 mod quota;
+mod raw_queue;
 mod reclaim;
 mod request;
 mod secret;

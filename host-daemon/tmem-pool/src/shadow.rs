@@ -10,7 +10,7 @@ use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::index::Chunks;
 use crate::index::entry::Content;
 use crate::request::{Get, GetResult, Ref};
-use crate::state::{Freed, NewPage, Range, Reason, State, Taken};
+use crate::state::{Freed, NewPage, Range, Reason, Room, State, Taken};
 use crate::stats::TenantStats;
 use std::io;
 use std::sync::Arc;
@@ -53,8 +53,7 @@ impl ShadowTenant {
     /// Creates an empty tenant. The seed determines the hashes of keys, which the index and the
     /// policy use.
     pub fn new(policy: PolicyKind, seed: u64, memory: &ShadowMemory) -> ShadowTenant {
-        let mut state = State::new(seed, KEYS_PER_TENANT_MAX, u64::MAX, policy, &memory.0);
-        state.raw_max = u32::MAX;
+        let state = State::new(seed, KEYS_PER_TENANT_MAX, u64::MAX, policy, &memory.0);
         ShadowTenant(state)
     }
 
@@ -87,12 +86,17 @@ impl ShadowTenant {
             key_hash: self.0.prefetch_put(pool, object, index),
         };
         let mut freed = Freed::new();
-        if !self.0.put(pool, page, true, &mut freed) {
+        let room = Room {
+            has_index: true,
+            spare_pages: u64::MAX,
+        };
+        if !self.0.put(pool, page, room, &mut freed) {
             return false;
         }
+        let mut stale_max = usize::MAX;
         let raw = self
             .0
-            .next_raw()
+            .next_raw(&mut stale_max)
             .expect("the page that was just put is not raw");
         let finalized = Finalized {
             content: Content::Same(0),
@@ -198,7 +202,7 @@ impl ShadowTenant {
     /// Returns the tenant's gauges and counters as of now. The fields of quota and entitlement are
     /// not set.
     pub fn stats(&self) -> TenantStats {
-        self.0.stats()
+        self.0.stats(u64::MAX)
     }
 
     fn free_all_detached(&mut self) {

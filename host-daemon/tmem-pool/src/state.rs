@@ -24,9 +24,9 @@ use crate::evict::queue::Queue;
 use crate::evict::{self, Arrival, Leave, Policy};
 use crate::index::entry::{Content, Entry};
 use crate::index::{Chunks, Entries, Id, Index, Key, PoolRef};
+use crate::raw_queue::RawQueue;
 use crate::request::{GET_PAGES_MAX, Get, Put, Ref};
 use crate::stats::{Counters, TenantStats};
-use std::collections::VecDeque;
 use std::sync::Arc;
 use tmem_trace::estimate::Estimator;
 
@@ -41,7 +41,10 @@ pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 
 /// Largest length of a tenant's queue of raw pages, as a multiple of the number of raw pages that
 /// the tenant may have. The queue also has entries of pages that are no longer raw.
-const RAW_QUEUE_PART: usize = 2;
+const RAW_QUEUE_PART: u64 = 2;
+
+/// Charge in bytes of a raw page, which is not compressed yet.
+pub(crate) const RAW_CHARGE_BYTES: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
 
 /// State of a tenant, which the tenant's lock guards.
 #[derive(Debug)]
@@ -60,8 +63,11 @@ pub(crate) struct State {
     retain_unpaid_pages: u64,
     /// Queue of the entries that were put as raw (uncompressed) pages, with their blobs, the oldest
     /// first. Some of the pages may have been removed or finalized since.
-    raw: VecDeque<RawPage>,
-    pub raw_max: u32,
+    raw: RawQueue,
+    /// Number of raw pages that the tenant may have whatever its charge is.
+    pub raw_min: u32,
+    /// Entitlement of the tenant in bytes. Raw pages may fill it.
+    pub entitled_bytes: u64,
     pub limit_bytes: u64,
     pub estimator: Estimator<Key>,
     pub counters: Counters,
@@ -109,6 +115,15 @@ pub(crate) struct NewPage {
     pub key_hash: u64,
 }
 
+/// Memory that the pool has for new pages of a tenant.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    /// True if the pool has memory for index entries.
+    pub has_index: bool,
+    /// Number of raw pages for which the pool has free memory.
+    pub spare_pages: u64,
+}
+
 /// A page that a get has found. The get then reads the page's stored content without the lock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taken {
@@ -148,8 +163,9 @@ impl State {
             retained: Queue::default(),
             retain_max_bytes: u64::MAX,
             retain_unpaid_pages: 0,
-            raw: VecDeque::new(),
-            raw_max: 0,
+            raw: RawQueue::default(),
+            raw_min: 0,
+            entitled_bytes: 0,
             limit_bytes,
             estimator: Estimator::default(),
             counters: Counters::default(),
@@ -163,7 +179,7 @@ impl State {
         self.index.abandon(keys_max);
         self.policy = evict::policy(policy, self.index.chunks());
         self.retained = Queue::default();
-        self.raw = VecDeque::new();
+        self.raw = RawQueue::default();
         self.estimator = Estimator::default();
         let Counters {
             puts,
@@ -201,8 +217,8 @@ impl State {
     /// Returns the memory in bytes of the tenant's index, eviction policy, estimator and queue of
     /// raw pages.
     pub(crate) fn bytes(&self) -> u64 {
-        let raw = self.raw.capacity() * size_of::<RawPage>();
-        self.index.bytes() + self.policy.bytes() + self.estimator.bytes() + raw as u64
+        let raw = self.raw.bytes() as u64;
+        self.index.bytes() + self.policy.bytes() + self.estimator.bytes() + raw
     }
 
     /// Returns the cost in nanoseconds of visiting and removing sampled keys in all
@@ -213,7 +229,8 @@ impl State {
 
     /// Returns gauges and counters of the tenant. The fields of quota and entitlement have their
     /// default values.
-    pub(crate) fn stats(&self) -> TenantStats {
+    /// `spare_pages` is the number of raw pages for which the pool has free memory.
+    pub(crate) fn stats(&self, spare_pages: u64) -> TenantStats {
         let estimates = self.estimator.estimates();
         let gauges = self.index.gauges;
         TenantStats {
@@ -229,7 +246,7 @@ impl State {
             loss_hits: estimates.loss_hits,
             loss_hits_seen: estimates.loss_hits_seen,
             gain_steps: self.estimator.passed(),
-            nursery_pages_max: self.raw_max.into(),
+            nursery_pages_max: self.raw_max(spare_pages),
             detached_pages: self.index.detached.pages.into(),
             pools: self.index.nr_pools() as u64,
             ..TenantStats::from(self.counters)
@@ -316,14 +333,14 @@ impl State {
         key_hash
     }
 
-    /// Stores a page under its key, in place of an older page. `room` is true if the pool has
-    /// memory for index entries. Returns false if the page is refused. Then there is no page under
-    /// the key any more, and the new page's blob is in `freed`.
+    /// Stores a page under its key, in place of an older page. Returns false if the page is
+    /// refused. Then there is no page under the key any more, and the new page's blob is in
+    /// `freed`.
     pub(crate) fn put(
         &mut self,
         pool: PoolRef,
         put: NewPage,
-        room: bool,
+        room: Room,
         freed: &mut Freed,
     ) -> bool {
         let NewPage {
@@ -341,9 +358,9 @@ impl State {
         let room_pages = self.room_pages();
         self.estimator.put(key, key_hash, room_pages);
         let content = Content::Raw(blob);
-        let refusal = if !room {
+        let refusal = if !room.has_index {
             Refusal::Pool
-        } else if self.raw_room() == 0 {
+        } else if self.raw_room(room.spare_pages) == 0 {
             Refusal::Nursery
         } else if !self.evict_for_put(freed) {
             Refusal::Limit
@@ -405,13 +422,11 @@ impl State {
     /// that is smaller than the charge of a page, or a lowered limit that is far below the tenant's
     /// charge.
     fn evict_for_put(&mut self, freed: &mut Freed) -> bool {
-        const RAW_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
         const {
-            assert!(
-                RAW_CHARGE.div_ceil(PAGE_METADATA_CHARGE_BYTES) <= EVICTIONS_PER_PUT_PAGE as u64
-            );
+            let same_filled = RAW_CHARGE_BYTES.div_ceil(PAGE_METADATA_CHARGE_BYTES);
+            assert!(same_filled <= EVICTIONS_PER_PUT_PAGE as u64);
         }
-        let Some(room_bytes) = self.limit_bytes.checked_sub(RAW_CHARGE) else {
+        let Some(room_bytes) = self.limit_bytes.checked_sub(RAW_CHARGE_BYTES) else {
             return false;
         };
         for _ in 0..EVICTIONS_PER_PUT_PAGE {
@@ -794,12 +809,28 @@ impl State {
         !self.raw.is_empty()
     }
 
-    /// Returns how many more raw pages (not finalized yet) the tenant may have.
-    pub(crate) fn raw_room(&self) -> usize {
-        let raw = self.index.gauges.nursery_pages + self.index.detached.nursery_pages;
-        let queue = RAW_QUEUE_PART * self.raw_max as usize;
-        let room = self.raw_max.saturating_sub(raw) as usize;
-        room.min(queue.saturating_sub(self.raw.len()))
+    fn raw_pages(&self) -> u64 {
+        (self.index.gauges.nursery_pages + self.index.detached.nursery_pages).into()
+    }
+
+    /// Returns how many raw pages (not finalized yet) the tenant may have now. Above `raw_min`, raw
+    /// pages use memory that nothing else uses: the rest of the tenant's entitlement, or the free
+    /// memory of the pool, which has room for `spare_pages` raw pages. In the second case, a put
+    /// must not make the tenant exceed its limit, because it would evict pages of the tenant.
+    fn raw_max(&self, spare_pages: u64) -> u64 {
+        let limited_bytes = self.limited_bytes();
+        let below = |bytes: u64| bytes.saturating_sub(limited_bytes) / RAW_CHARGE_BYTES;
+        let spare_pages = spare_pages.min(below(self.limit_bytes));
+        let more = below(self.entitled_bytes).max(spare_pages);
+        (self.raw_pages() + more).max(self.raw_min.into())
+    }
+
+    /// Returns how many more raw pages (not finalized yet) the tenant may have. `spare_pages` is
+    /// the number of raw pages for which the pool has free memory.
+    pub(crate) fn raw_room(&self, spare_pages: u64) -> usize {
+        let raw_max = self.raw_max(spare_pages);
+        let queue_room = (RAW_QUEUE_PART * raw_max).saturating_sub(self.raw.len() as u64);
+        raw_max.saturating_sub(self.raw_pages()).min(queue_room) as usize
     }
 
     /// Prefetches the entries of the first raw pages in the queue into the cache. Calls `blob` with
@@ -812,20 +843,22 @@ impl State {
     }
 
     /// Removes entries from the head of the queue of raw pages, up to and including the first that
-    /// is still a raw page. Returns that page, or None if no raw page is left. The entry keeps its
-    /// reference to the blob.
+    /// is still a raw page. Returns that page. The entry keeps its reference to the blob. Subtracts
+    /// the number of removed entries of other pages from `stale_max`. Returns None if no raw page
+    /// is left, or if that number is used up.
     ///
     /// The queue may name a raw page twice: a page of an old entry was removed, and a new page got the
     /// same entry and blob. The first call claims the page, so that no worker finalizes it again and
     /// finds it equal to itself.
-    pub(crate) fn next_raw(&mut self) -> Option<RawPage> {
-        while let Some(page) = self.raw.pop_front() {
+    pub(crate) fn next_raw(&mut self, stale_max: &mut usize) -> Option<RawPage> {
+        while *stale_max > 0 {
+            let page = self.raw.pop_front()?;
             if self.is_raw(page) && !self.index.entries[page.id].is_claimed() {
                 self.index.entries[page.id].set_claimed(true);
                 return Some(page);
             }
+            *stale_max -= 1;
         }
-        self.raw.shrink_to(64);
         None
     }
 

@@ -114,12 +114,14 @@ impl TenantShared {
         i128::from(self.owed_bytes.get()) - i128::from(self.entitled_bytes.get())
     }
 
-    /// Sets the tenant's entitlement in bytes, and the limit of raw pages that follows from it.
+    /// Sets the tenant's entitlement in bytes, and the number of raw pages that the tenant may
+    /// always have, which follows from it.
     pub(crate) fn entitle(&self, bytes: u64) {
         self.entitled_bytes.set(bytes);
         let raw = bytes / RAW_PART / PAGE_SIZE as u64;
         let raw = raw.clamp(RAW_PAGES_MIN.into(), RAW_PAGES_MAX.into());
-        self.state().raw_max = raw as u32;
+        let mut state = self.state();
+        (state.raw_min, state.entitled_bytes) = (raw as u32, bytes);
     }
 
     pub(crate) fn set_limit(&self, limit_bytes: Option<u64>) {

@@ -40,10 +40,7 @@ fn each_finalized_page_is_counted_under_exactly_one_form() {
     for (index, page) in [[0; PAGE_SIZE], half, half, noise(2)].iter().enumerate() {
         assert_eq!(put(&a, index as u64, page), PutResult::Stored);
     }
-    assert_eq!(
-        (a.stats().nursery_pages, a.stats().nursery_pages_max),
-        (4, 256)
-    );
+    assert_eq!(a.stats().nursery_pages, 4);
     while engine.maintain(Time(0), 64) {}
     let stats = a.stats();
     let finalized = [
@@ -113,6 +110,13 @@ fn maintain_reports_the_kind_of_its_work() {
 fn each_refused_put_is_counted_with_its_reason() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
+    // With this limit, the pool has memory for all pages that the tenant may have.
+    let limit = |limit_bytes| Quota {
+        reserve_bytes: 0,
+        limit_bytes: Some(limit_bytes),
+        weight: 1,
+    };
+    a.set_quota(limit(2 * MIB)).unwrap();
     let max = a.stats().nursery_pages_max;
     for index in 0..max + 3 {
         put(&a, index, &noise(index));
@@ -120,12 +124,7 @@ fn each_refused_put_is_counted_with_its_reason() {
     let stats = a.stats();
     assert_eq!((stats.puts_refused, stats.refused_nursery), (3, 3));
     // Set a limit that is below the charge of a single page, so that each further put is refused.
-    a.set_quota(Quota {
-        reserve_bytes: 0,
-        limit_bytes: Some(1),
-        weight: 1,
-    })
-    .unwrap();
+    a.set_quota(limit(1)).unwrap();
     while engine.maintain(Time(0), 64) {}
     put(&a, 0, &noise(0));
     let stats = a.stats();

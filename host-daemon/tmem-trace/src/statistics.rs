@@ -153,7 +153,8 @@ macro_rules! statistics {
                 compressed_bytes("bytes", Exact "tmem_vm_compressed_bytes");
                 /// pages in the nursery: accepted and not finalized yet
                 nursery_pages("pages", Exact "tmem_vm_pages{form=nursery}");
-                /// limit of `nursery_pages`; further puts are refused
+                /// limit of `nursery_pages` now; further puts are refused. It is higher while the
+                /// VM has not used its entitlement, or while memory of the pool is free
                 nursery_pages_max("pages", Exact "tmem_vm_nursery_limit_pages");
                 /// pages that are stored as a pattern of four bytes
                 same_filled_pages("pages", Exact "tmem_vm_pages{form=same_filled}");
@@ -246,7 +247,8 @@ macro_rules! statistics {
                 /// misses of pages that were in the pool with another cookie than the requested one
                 cookie_mismatches("pages", Exact "tmem_vm_cookie_mismatch_pages");
                 /// puts refused because too many pages waited in the nursery: the guest puts faster
-                /// than the host compresses; see `background_threads` in configuration.md
+                /// than the host compresses (see `background_threads` in configuration.md), and
+                /// neither the VM's entitlement nor the pool has free memory for waiting pages
                 refused_nursery("pages", Exact "tmem_vm_put_refused_pages{reason=nursery}");
                 /// puts refused because the pool was full and no page could be evicted within the
                 /// time of a put

@@ -27,7 +27,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
-use tmem_pool::{PAGE_SIZE, Page, Quota, Tenant};
+use tmem_pool::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Quota, Tenant};
 use tmemd::config::EventLoop;
 use virtio_tmem as wire;
 
@@ -59,11 +59,14 @@ const SINGLES: usize = BATCH;
 /// Largest number of raw pages of a VM without entitlement (RAW_PAGES_MIN in tmem-pool).
 const RAW_MIN: usize = 256;
 
-/// Largest number of raw pages of the guest that measures (RAW_PAGES_MAX in tmem-pool).
+/// Limit in bytes of the guest that gets refusals. It has no room for more raw pages than RAW_MIN.
+const FULL_LIMIT_BYTES: u64 = RAW_MIN as u64 * (PAGE_SIZE as u64 + PAGE_METADATA_CHARGE_BYTES);
+
+/// Largest number of raw pages of the guest that measures.
 const RAW_MAX: usize = 2048;
 
 /// Reserve in bytes of the guest that measures: with it, RAW_MAX pages of the guest may be raw at a
-/// time (RAW_PART in tmem-pool).
+/// time, even in a full pool (RAW_PART in tmem-pool).
 const RESERVE_BYTES: u64 = 128 << 20;
 
 /// Reserve in bytes of a neighbour: enough for one half of the pages.
@@ -289,8 +292,8 @@ struct Rig {
     guest: Guest,
     other_domain: Guest,
     same_domain: Guest,
-    /// Guest without entitlement, for refusals: once it has as many raw pages as it may have, the
-    /// daemon refuses its further puts.
+    /// Guest without entitlement and with a limit, for refusals: once it has as many raw pages as
+    /// it may have, the daemon refuses its further puts.
     full: Guest,
     /// Guest whose limit is 0 bytes, so that the daemon refuses all its puts.
     poor: Guest,
@@ -352,7 +355,7 @@ impl Rig {
             guest: connect("guest", "here", enough)?,
             other_domain: connect("other_domain", "there", neighbour)?,
             same_domain: connect("same_domain", "here", neighbour)?,
-            full: connect("full", "here", (0, None, 0))?,
+            full: connect("full", "here", (0, Some(FULL_LIMIT_BYTES), 0))?,
             poor: connect("poor", "here", (0, Some(0), 0))?,
             batches: match args.full_pool {
                 true => args.batches.min(FULL_BATCHES_MAX),

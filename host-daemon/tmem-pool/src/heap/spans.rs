@@ -22,7 +22,7 @@ const IDLE_FRAMES_MIN: u64 = 4096;
 
 /// Returns the number of idle frames that a pool of this size keeps: frames without stored bytes
 /// that are not returned to the system. It is as large as the number of raw pages that all tenants
-/// may have, because raw pages come and go.
+/// may have whatever their charges are, because raw pages come and go.
 pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
     (size_bytes / RAW_PART / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN)
 }

@@ -338,7 +338,7 @@ impl Tenant {
         let TenantOwner { engine, tenant } = &*self.0;
         let quota = engine.quota(tenant);
         let state = self.0.lock();
-        let mut stats = state.stats();
+        let mut stats = state.stats(engine.spare_raw_pages());
         stats.entitled_bytes = tenant.entitled_bytes.get();
         stats.set_quota(quota);
         stats

@@ -10,7 +10,7 @@ use crate::heap::Handle;
 use crate::index::PoolRef;
 use crate::index::entry::Content;
 use crate::request::{Put, PutResult};
-use crate::state::{Freed, NewPage, Refusal};
+use crate::state::{Freed, NewPage, Refusal, Room};
 
 /// Blobs that a put has reserved, and copies of its pages in these blobs. Dropping this value frees
 /// the blobs, also after a panic of a [`PageSource`].
@@ -96,7 +96,7 @@ impl Tenant {
         results.fill(PutResult::Refused);
         let state = self.0.lock();
         let pool = state.pool(pool)?;
-        let mut raw_room = state.raw_room();
+        let mut raw_room = state.raw_room(self.0.engine.spare_raw_pages());
         drop(state);
         let groups = pages
             .chunks(PUT_GROUP_PAGES)
@@ -145,7 +145,11 @@ impl Tenant {
             *copy = engine.store.put_raw(blob, self.0.tenant.domain(), put.page);
         }
         let raw = copies.keep();
-        let has_index_room = engine.has_index_room();
+        let room = Room {
+            has_index: engine.has_index_room(),
+            // The group's blobs are reserved, so their memory is no longer spare.
+            spare_pages: engine.spare_raw_pages() + reserved as u64,
+        };
         let mut freed = Freed::new();
         let mut state = self.0.lock();
         let estimator_before_ns = state.estimator_ns();
@@ -181,12 +185,12 @@ impl Tenant {
                 check,
                 key_hash: key_hashes[nth],
             };
-            if state.put(pool, page, has_index_room, &mut freed) {
+            if state.put(pool, page, room, &mut freed) {
                 *result = PutResult::Stored;
             }
         }
         let estimator_ns = state.estimator_ns() - estimator_before_ns;
-        let raw_room = state.raw_room();
+        let raw_room = state.raw_room(room.spare_pages - reserved as u64);
         drop(state);
         let evicted = steps_max - steps + freed.len();
         engine.release_all(freed);

@@ -5,8 +5,8 @@
 
 use super::{OPEN, POOL, add, get, maintain_all, new_engine, noise, partly_noise, put};
 use crate::{
-    Engine, Get, GetResult, NoPool, PAGE_SIZE, Page, PageSource, Put, PutResult, Quota, Tenant,
-    Time,
+    Engine, Get, GetResult, NoPool, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, PageSource, Put,
+    PutResult, Quota, Tenant, Time,
 };
 use std::cell::Cell;
 use std::os::unix::process::ExitStatusExt;
@@ -236,8 +236,12 @@ fn a_panic_of_a_page_source_frees_all_memory_that_the_put_reserved() {
 fn a_page_is_not_copied_if_too_many_pages_are_raw() {
     use PutResult::{Refused, Stored};
     let engine = new_engine(1 << 20);
-    let tenant = add(&engine, "a", None, OPEN);
-    tenant.shared().lock(&tenant.engine().totals).raw_max = 2;
+    let quota = Quota {
+        limit_bytes: Some(2 * (PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64)),
+        ..OPEN
+    };
+    let tenant = add(&engine, "a", None, quota);
+    tenant.shared().lock(&tenant.engine().totals).raw_min = 2;
     let sources = [10, 11, 12].map(|seed| TestSource::new(seed, Then::Complete));
     assert_eq!(put_sources(&tenant, &sources), [Stored, Stored, Refused]);
     assert_eq!(sources.map(|source| source.calls.get()), [1, 1, 0]);

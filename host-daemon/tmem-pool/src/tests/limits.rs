@@ -2,11 +2,12 @@
 //! Tests of limits: which tenant loses pages when memory is needed, and which puts are refused.
 
 use super::{
-    OPEN, POOL, add, config, fill, get, maintain_all, new_engine, noise, partly_noise, put, put_raw,
+    OPEN, POOL, add, config, fill, finalize_raw, get, maintain_all, new_engine, noise,
+    partly_noise, put, put_raw,
 };
 use crate::config::{
-    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, RECLAIM_PART, SWEEP_NS,
-    reclaim_high_bytes,
+    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, RECLAIM_PART,
+    STALE_RAW_MAX, SWEEP_NS, reclaim_high_bytes,
 };
 use crate::state::Reason;
 use crate::{
@@ -95,8 +96,8 @@ fn a_page_larger_than_the_limit_is_refused_without_eviction() {
 #[test]
 fn a_refused_put_drops_an_earlier_page_with_the_same_key() {
     let engine = new_engine(4 << 20);
-    let tenant = add(&engine, "a", None, OPEN);
-    tenant.shared().lock(&tenant.engine().totals).raw_max = 1;
+    let tenant = add(&engine, "a", None, limited(NOISE_CHARGE));
+    tenant.shared().lock(&tenant.engine().totals).raw_min = 1;
     let put = |cookie, page| Put {
         object: 1,
         index: 1,
@@ -159,36 +160,201 @@ fn an_object_is_freed_with_its_last_page() {
     );
 }
 
-/// Puts more raw pages (not finalized yet) than a tenant may have. Their limit grows with the
-/// tenant's entitlement, from four put requests of the largest size to as many pages as one core
-/// compresses in about 10 ms.
+/// Puts incompressible pages of an object until one is refused, without background work, and
+/// returns the number of stored pages.
+fn burst(tenant: &Tenant, object: u64) -> u64 {
+    let page = |index: &u64| noise(object << 32 | index);
+    let stored = |index: &u64| put_raw(tenant, object, *index, 1, &page(index)) == Stored;
+    (0..100_000).take_while(stored).count() as u64
+}
+
+/// Quota of a tenant that is entitled to this number of bytes and cannot have more.
+fn fixed(bytes: u64) -> Quota {
+    Quota {
+        reserve_bytes: bytes,
+        limit_bytes: Some(bytes),
+        weight: 0,
+    }
+}
+
+/// Quota of a tenant that is entitled to nothing and has no limit.
+const GUEST: Quota = Quota { weight: 0, ..OPEN };
+
+/// Puts pages of four VMs without background work, as a burst does that is much faster than
+/// compression. Each VM may use its entitlement for raw pages, and no more than that.
 #[test]
-fn the_number_of_raw_pages_of_a_tenant_is_limited() {
-    for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
-        let engine = new_engine(bytes);
-        let tenant = add(&engine, "a", None, OPEN);
-        // Do not use the helper `put`, because it finalizes each page.
-        let store = |object: u64, index: u64| {
-            let put = Put {
-                object,
-                index,
-                cookie: 1,
-                workingset: false,
-                page: &noise(object << 32 | index),
-            };
-            let mut results = [Stored];
-            tenant.put(POOL, &[put], &mut results).unwrap();
-            results[0] == Stored
-        };
-        let expected = u64::from(expected);
-        let stored = (0..expected + 50).filter(|&index| store(1, index));
-        assert_eq!(stored.count() as u64, expected);
-        maintain_all(&engine);
-        assert!(
-            (0..10).all(|index| store(2, index)),
-            "puts are still refused after all raw pages were finalized"
+fn a_burst_of_raw_pages_fills_the_entitlement_of_each_tenant() {
+    const SIZE: u64 = 48 << 20;
+    const ENTITLED: u64 = 10 << 20;
+    let engine = new_engine(SIZE);
+    let tenants = ["a", "b", "c", "d"].map(|name| add(&engine, name, None, fixed(ENTITLED)));
+    let expected = ENTITLED / NOISE_CHARGE;
+    assert!(
+        expected > 3 * ENTITLED / RAW_PART / PAGE_SIZE as u64,
+        "the test is too weak: {expected} pages are few"
+    );
+    for tenant in &tenants {
+        assert_eq!(tenant.stats().nursery_pages_max, expected);
+        assert_eq!(burst(tenant, 1), expected);
+        let stats = tenant.stats();
+        assert_eq!((stats.puts_refused, stats.refused_nursery), (1, 1));
+        assert_eq!(
+            (stats.nursery_pages, stats.nursery_pages_max),
+            (expected, expected)
+        );
+        assert!(stats.charged_bytes <= ENTITLED);
+    }
+    assert!(engine.stats().held_bytes <= SIZE);
+    let evictions = tenants.each_ref().map(|tenant| tenant.stats().evictions);
+    assert_eq!(
+        evictions, [0; 4],
+        "a tenant lost pages within its entitlement"
+    );
+    engine.check_invariants();
+    maintain_all(&engine);
+    for tenant in &tenants {
+        assert_eq!(
+            (tenant.stats().nursery_pages, tenant.stats().pages),
+            (0, expected)
         );
     }
+}
+
+/// A tenant above its entitlement may have the smallest number of raw pages whatever the other
+/// tenants do, and more while the pool has free memory. This memory does not include the memory
+/// that the pool keeps free for puts.
+#[test]
+fn raw_pages_above_the_entitlement_use_only_free_memory() {
+    const SIZE: u64 = 48 << 20;
+    let engine = new_engine(SIZE);
+    let owner = add(&engine, "owner", None, OPEN);
+    let guest = add(&engine, "guest", None, GUEST);
+    let stored = burst(&guest, 1);
+    assert!(
+        stored > 10 * u64::from(RAW_PAGES_MIN),
+        "a tenant without entitlement stored only {stored} raw pages in an empty pool"
+    );
+    let stats = engine.stats();
+    assert!(
+        stats.held_bytes + reclaim_high_bytes(SIZE) <= SIZE,
+        "raw pages used the memory that the pool keeps free: {stats:?}"
+    );
+    assert_eq!((stats.pages, guest.stats().evictions), (stored, 0));
+    // The other tenant takes the memory to which it is entitled.
+    let owned = burst(&owner, 2);
+    assert!(
+        owned * NOISE_CHARGE > SIZE - (2 << 20),
+        "only {owned} pages are stored"
+    );
+    assert_eq!(owner.stats().evictions, 0);
+    maintain_all(&engine);
+    assert!(engine.stats().held_bytes <= SIZE);
+    guest.flush(POOL, 1, 0, None).unwrap();
+    maintain_all(&engine);
+    // Leave memory for these pages, but less than the pool keeps free.
+    let used_bytes = guest.engine().used_bytes();
+    engine.resize(used_bytes + 300 * PAGE_SIZE as u64);
+    assert_eq!(guest.engine().spare_raw_pages(), 0);
+    assert_eq!(
+        burst(&guest, 3),
+        RAW_PAGES_MIN.into(),
+        "in a full pool, a tenant without entitlement has another number of raw pages"
+    );
+    engine.check_invariants();
+}
+
+/// Background workers finalize pages of all tenants in turns, so a tenant with many raw pages does
+/// not delay those of another tenant.
+#[test]
+fn a_burst_of_one_tenant_does_not_delay_raw_pages_of_another() {
+    let engine = new_engine(32 << 20);
+    let hostile = add(&engine, "hostile", None, GUEST);
+    let other = add(&engine, "other", None, OPEN);
+    burst(&hostile, 1);
+    for round in 0..8 {
+        for index in 0..16 {
+            let index = round * 16 + index;
+            assert_eq!(
+                put_raw(&other, 2, index, 1, &noise(1 << 40 | index)),
+                Stored
+            );
+        }
+        let before = hostile.stats().finalized_raw;
+        while other.stats().nursery_pages > 0 {
+            engine.maintain(Time(0), 1);
+        }
+        let done = hostile.stats().finalized_raw - before;
+        assert!(
+            done <= 24,
+            "{done} pages of the other tenant were finalized before these 16"
+        );
+    }
+    assert!(hostile.stats().nursery_pages > 0, "the test is too weak");
+}
+
+/// A tenant whose limit is its entitlement must not see, in the number of raw pages that it may
+/// have, how much memory other tenants use.
+#[test]
+fn other_tenants_do_not_change_the_number_of_raw_pages_of_a_limited_tenant() {
+    let quota = fixed(3 << 20);
+    let [alone, beside] = [false, true].map(|beside| {
+        let engine = new_engine(16 << 20);
+        let tenant = add(&engine, "a", None, quota);
+        let other = add(&engine, "b", None, GUEST);
+        if beside {
+            burst(&other, 9);
+        }
+        let mut stored = Vec::new();
+        for object in 1..4 {
+            stored.push((tenant.stats().nursery_pages_max, burst(&tenant, object)));
+            finalize_raw(&tenant);
+            tenant.flush(POOL, object, 0, Some(300)).unwrap();
+        }
+        stored
+    });
+    assert_eq!(alone, beside);
+}
+
+/// The number of raw pages that a tenant may always have grows with its entitlement. It lies between
+/// four put requests of the largest size and as many pages as one core compresses in about 10 ms.
+#[test]
+fn a_tenant_at_its_entitlement_may_have_some_raw_pages() {
+    for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
+        let engine = new_engine(64 << 20);
+        let tenant = add(&engine, "a", None, OPEN);
+        tenant.shared().entitle(bytes);
+        let state = tenant.shared().lock(&engine.totals);
+        assert_eq!(state.raw_min, expected);
+    }
+}
+
+/// Puts and gets raw pages again and again, so that the queue of raw pages has many entries of
+/// pages that are gone. The queue must not grow without bound, and each step of background work
+/// must remove only some of them under the tenant's lock.
+#[test]
+fn stale_entries_of_the_raw_queue_are_bounded_and_removed_in_steps() {
+    let engine = new_engine(16 << 20);
+    let tenant = add(&engine, "a", None, fixed(4 << 20));
+    let raw_max = tenant.stats().nursery_pages_max;
+    let mut refused = 0;
+    for _ in 0..3 * raw_max {
+        match put_raw(&tenant, 1, 1, 1, &[1; PAGE_SIZE]) {
+            Stored => assert!(get(&tenant, 1, 1, 1).is_some()),
+            Refused => refused += 1,
+        }
+    }
+    assert_eq!(
+        refused, raw_max,
+        "the queue is not twice the number of raw pages"
+    );
+    let shared = tenant.shared();
+    for left in (0..(2 * raw_max).div_ceil(STALE_RAW_MAX as u64)).rev() {
+        assert!(shared.has_raw());
+        assert_eq!(engine.finalize(shared), Some(usize::from(left > 0)));
+    }
+    assert!(!shared.has_raw());
+    assert_eq!(put_raw(&tenant, 1, 1, 1, &[1; PAGE_SIZE]), Stored);
+    engine.check_invariants();
 }
 
 #[test]
