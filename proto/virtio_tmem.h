@@ -184,8 +184,15 @@ struct virtio_tmem_pool_create {
  * Bits of virtio_tmem_report.hooks for the types of file systems that the driver
  * serves. The driver defines the other bits.
  */
+#define VIRTIO_TMEM_H_F2FS			55
 #define VIRTIO_TMEM_H_EXT4			56
 #define VIRTIO_TMEM_H_XFS			57
+#define VIRTIO_TMEM_H_EXT2			58
+#define VIRTIO_TMEM_H_EXT3			59
+#define VIRTIO_TMEM_H_VFAT			60
+#define VIRTIO_TMEM_H_EXFAT			61
+#define VIRTIO_TMEM_H_EROFS			62
+#define VIRTIO_TMEM_H_BTRFS			63
 
 /*
  * A REPORT is req and report, and the answer is resp. The host uses it for

@@ -183,10 +183,24 @@ constants! {
     /// [`Report::state`]: a page failed a check, so the driver is off until it is loaded again.
     "VIRTIO_TMEM_R_POISONED" R_POISONED: u32 = 4;
 
+    /// Bit of [`Report::hooks`]: the driver caches pages of f2fs file systems.
+    "VIRTIO_TMEM_H_F2FS" H_F2FS: u32 = 55;
     /// Bit of [`Report::hooks`]: the driver caches pages of ext4 file systems.
     "VIRTIO_TMEM_H_EXT4" H_EXT4: u32 = 56;
     /// Bit of [`Report::hooks`]: the driver caches pages of xfs file systems.
     "VIRTIO_TMEM_H_XFS" H_XFS: u32 = 57;
+    /// Bit of [`Report::hooks`]: the driver caches pages of ext2 file systems.
+    "VIRTIO_TMEM_H_EXT2" H_EXT2: u32 = 58;
+    /// Bit of [`Report::hooks`]: the driver caches pages of ext3 file systems.
+    "VIRTIO_TMEM_H_EXT3" H_EXT3: u32 = 59;
+    /// Bit of [`Report::hooks`]: the driver caches pages of vfat file systems.
+    "VIRTIO_TMEM_H_VFAT" H_VFAT: u32 = 60;
+    /// Bit of [`Report::hooks`]: the driver caches pages of exfat file systems.
+    "VIRTIO_TMEM_H_EXFAT" H_EXFAT: u32 = 61;
+    /// Bit of [`Report::hooks`]: the driver caches pages of erofs file systems.
+    "VIRTIO_TMEM_H_EROFS" H_EROFS: u32 = 62;
+    /// Bit of [`Report::hooks`]: the driver caches pages of btrfs file systems.
+    "VIRTIO_TMEM_H_BTRFS" H_BTRFS: u32 = 63;
 }
 
 structs! {

@@ -131,7 +131,17 @@ pub fn vm_stats(vm: &Vm) -> api::VmStats {
 /// Returns the types of file systems that a guest's driver serves, separated by commas. `hooks` is
 /// the bit mask of these types in the driver's report.
 fn file_systems(hooks: u64) -> String {
-    let known = [(wire::H_EXT4, "ext4"), (wire::H_XFS, "xfs")];
+    let known = [
+        (wire::H_EXT2, "ext2"),
+        (wire::H_EXT3, "ext3"),
+        (wire::H_EXT4, "ext4"),
+        (wire::H_XFS, "xfs"),
+        (wire::H_BTRFS, "btrfs"),
+        (wire::H_F2FS, "f2fs"),
+        (wire::H_EROFS, "erofs"),
+        (wire::H_VFAT, "vfat"),
+        (wire::H_EXFAT, "exfat"),
+    ];
     let served = known.iter().filter(|(bit, _)| hooks & (1 << bit) != 0);
     let names: Vec<&str> = served.map(|(_, name)| *name).collect();
     names.join(", ")
@@ -302,7 +312,8 @@ mod tests {
     fn unknown_file_system_bits_of_a_guest_are_ignored() {
         assert_eq!(file_systems(0x1ffff), "");
         assert_eq!(file_systems((1 << 56) | 0x1ffff), "ext4");
-        assert_eq!(file_systems(u64::MAX), "ext4, xfs");
+        let all = "ext2, ext3, ext4, xfs, btrfs, f2fs, erofs, vfat, exfat";
+        assert_eq!(file_systems(u64::MAX), all);
     }
 
     /// Bytes that zstd saves must not count as saved by deduplication. Otherwise an operator might
