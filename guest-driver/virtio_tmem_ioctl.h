@@ -9,7 +9,7 @@
  * - EBADF: fd is not open
  * - EINVAL: not a regular file, an unknown policy, or reserved is not 0
  * - EPERM: the caller is neither owner nor has CAP_FOWNER
- * - EOPNOTSUPP: the driver does not serve the file system
+ * - EOPNOTSUPP: the driver does not serve the file system, or its files cannot have policies
  * - EAGAIN: the driver does not know the file system yet; try again in some milliseconds
  * - ENOSPC: the limit of files with a policy is reached
  * - ENOMEM: no memory at the moment

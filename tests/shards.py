@@ -89,7 +89,7 @@ DRIVER_TESTS = {
     "files": "direct_writes files fs_errors hooks large_folios lockdown memory_error mounts patches"
     " refused trace tracers untested_release",
     "reads": "figures fio life reads retain selftest",
-    "torture": "filesystems long torture",
+    "torture": "filesystems long other_types torture",
 }
 DRIVER_PATHS = ("guest-driver/", "proto/", "tests/guest/", "tests/harness/", "tests/vm/")
 # The results of these tests do not depend on the guest's kernel.

@@ -65,8 +65,12 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 		return -EPERM;
 	fs = tmem_fs_get(inode->i_sb);
 	if (fs) {
-		err = cmd == VIRTIO_TMEM_IOC_GET ? file_get(fs->pool, inode, req) :
-						   file_set(fs->pool, inode, req->policy);
+		if (cmd == VIRTIO_TMEM_IOC_GET)
+			err = file_get(fs->pool, inode, req);
+		else if (fs->type->no_policies)
+			err = -EOPNOTSUPP;
+		else
+			err = file_set(fs->pool, inode, req->policy);
 		tmem_fs_put(fs);
 	} else {
 		err = tmem_fs_note(inode->i_sb) ? -EAGAIN : -EOPNOTSUPP;

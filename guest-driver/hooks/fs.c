@@ -28,6 +28,28 @@ struct tmem_fs_type tmem_fs_types[] = {
 		.name = "xfs",
 		.report_bit = VIRTIO_TMEM_H_XFS,
 	},
+	{
+		.name = "ext2",
+		.report_bit = VIRTIO_TMEM_H_EXT2,
+	},
+	{
+		.name = "ext3",
+		.report_bit = VIRTIO_TMEM_H_EXT3,
+	},
+	{
+		.name = "erofs",
+		.report_bit = VIRTIO_TMEM_H_EROFS,
+	},
+	{
+		.name = "vfat",
+		.report_bit = VIRTIO_TMEM_H_VFAT,
+		.no_policies = true,
+	},
+	{
+		.name = "exfat",
+		.report_bit = VIRTIO_TMEM_H_EXFAT,
+		.no_policies = true,
+	},
 	{}
 };
 

@@ -121,6 +121,11 @@ struct tmem_fs_type {
 	 */
 	bool at_load;
 	unsigned int report_bit;	/* bit of the type in reports: VIRTIO_TMEM_H_... */
+	/*
+	 * True if an inode number does not name a file for as long as the file exists, so that the
+	 * file cannot have a policy.
+	 */
+	bool no_policies;
 
 	/* Written under discovery_lock; also read without it. */
 	struct file_system_type *fst;

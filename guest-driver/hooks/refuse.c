@@ -312,7 +312,8 @@ static bool has_realtime(struct super_block *sb)
 
 static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
 {
-	if (sb->s_blocksize != 1024 && sb->s_blocksize != 4096) {
+	/* On vfat and exfat, a block is a sector, and files are allocated in clusters. */
+	if (sb->s_blocksize != 512 && sb->s_blocksize != 1024 && sb->s_blocksize != 4096) {
 		scnprintf(why, why_bytes,
 			  "blocks of %lu bytes are not tested; allow_untested=1 serves the mount anyway",
 			  sb->s_blocksize);

@@ -477,7 +477,7 @@ static bool ask(int fd, unsigned long cmd, struct virtio_tmem_file *file, bool *
 	case EAGAIN:
 	case EOPNOTSUPP:
 		walk_fail(EXIT_NOT_SERVED,
-			  "is on a file system that the driver does not serve (see the README of the driver)");
+			  "is on a file system that the driver does not serve, or whose files cannot have policies (see the README of the driver)");
 		*go_on = false;
 		break;
 	case ENOSPC:

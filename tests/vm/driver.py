@@ -143,7 +143,7 @@ def driver_guest(
     if "disks" not in more:
         image = fs.make(session.directory / "data.img", DISK_BYTES)
         more["disks"] = [disk.Disk("data", image)]
-    more.setdefault("modules", ["xfs"] if fs.kind == "xfs" else [])
+    more.setdefault("modules", list(fs.modules))
     guest = driver_vm(session, kernel, module, tmem, **more).start()
     load(guest, parameters, fs=fs)
     return guest

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Runs the torture program on each kind of file system that the driver serves.
+"""Runs the torture program on each kind of ext4 and xfs that the driver serves.
 
-test_torture.py runs more operations, but only on ext4 with default options.
+test_torture.py runs more operations, but only on ext4 with default options. test_other_types.py has
+the other types.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def boot(
     name: str,
     parameters: str = "verify_every=0",
 ) -> Guest:
-    fs = disk.FILE_SYSTEMS[name]
+    fs = disk.find(name)
     more: dict[str, Any] = {"cpus": 2, "memory_bytes": 320 << 20}
     if name != UNALIGNED:
         return driver_guest(session, kernel, module, parameters=parameters, fs=fs, **more)
@@ -82,7 +83,7 @@ def boot(
 
 def mounted(name: str) -> str:
     """Returns the arguments with which the torture program can unmount and mount the disk."""
-    fs = disk.FILE_SYSTEMS[name]
+    fs = disk.find(name)
     options = f" --mount-options={fs.mount_options}" if fs.mount_options else ""
     return f"--device=/dev/vda --fstype={fs.kind}{options}"
 
@@ -158,7 +159,7 @@ def test_torture_omits_an_operation_that_the_stock_kernel_gets_wrong(
             kernel,
             disks=[data],
             files={TORTURE: guest_program(TESTS / "guest/torture.c")},
-            modules=["xfs"] if fs.kind == "xfs" else [],
+            modules=fs.modules,
         )
     ).start()
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
