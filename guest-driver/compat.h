@@ -238,6 +238,18 @@ static inline void tmem_drain_queue(struct request_queue *queue)
 #endif
 }
 
+/* Allocates a disk, which put_disk() frees, or returns NULL. */
+static inline struct gendisk *tmem_disk_alloc(void)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 9, 0)
+	return blk_alloc_disk(NUMA_NO_NODE);
+#else
+	struct gendisk *disk = blk_alloc_disk(NULL, NUMA_NO_NODE);
+
+	return IS_ERR(disk) ? NULL : disk;
+#endif
+}
+
 /* Returns whether the bios of a plug must not wait. Linux 6.1 sets REQ_NOWAIT for them later. */
 static inline bool tmem_plug_nowait(const struct blk_plug *plug)
 {

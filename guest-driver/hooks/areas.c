@@ -364,6 +364,22 @@ static u32 free_numbers(u32 nr)
 }
 
 /*
+ * Returns whether another area has a part of the disk. A write erases the blocks of one area only.
+ * A btrfs keeps its area when the device is removed from it, and another file system may use the
+ * device then.
+ */
+static bool is_taken(const struct tmem_area *area)
+{
+	unsigned int i;
+
+	for (i = 0; i < TMEM_FS_MAX; i++)
+		if (overlaps(rcu_dereference_protected(areas[i], lockdep_is_held(&areas_lock)),
+			     area->disk, area->start, (sector_t)area->nr * TMEM_BLOCK_SECTORS))
+			return true;
+	return false;
+}
+
+/*
  * Returns whether all writes of a device are bios and requests whose sectors are known at their
  * submission.
  */
@@ -377,18 +393,18 @@ static bool is_visible(struct block_device *bdev)
 
 /**
  * tmem_area_new() - make the area of a file system
- * @sb: its super block, whose device stays open until tmem_area_free()
+ * @sb: its super block
+ * @bdev: its block device, which the caller holds until tmem_area_free()
  * @from_start: the file system is being mounted, and no write of it has been missed
  * @why: set to the reason if there is no area
  *
  * Context: process, may sleep.
- * Return: the area; NULL if there is no memory, no free block number (16 TiB in all areas), or if
- * the device has writes that are no bios.
+ * Return: the area; NULL if there is no memory, no free block number (16 TiB in all areas), if the
+ * device has writes that are no bios, or if another area has a part of it.
  */
-struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start,
-				const char **why)
+struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_device *bdev,
+				bool from_start, const char **why)
 {
-	struct block_device *bdev = sb->s_bdev;
 	u64 nr = bdev_nr_sectors(bdev) / TMEM_BLOCK_SECTORS;
 	struct tmem_area *area;
 	unsigned int i;
@@ -408,6 +424,12 @@ struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start,
 	area->nr = nr;
 	area->drained = !bdev->bd_disk->fops->submit_bio;
 	mutex_lock(&areas_lock);
+	if (is_taken(area)) {
+		mutex_unlock(&areas_lock);
+		kfree(area);
+		*why = "another file system that is mounted has used the disk";
+		return NULL;
+	}
 	area->first = nr && nr < U32_MAX ? free_numbers(nr) : 0;
 	for (i = 0; i < TMEM_FS_MAX; i++)
 		if (!rcu_access_pointer(areas[i]))

@@ -97,8 +97,8 @@ void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_
 bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, bool may_sleep);
 void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr);
 void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr);
-struct tmem_area *tmem_area_new(const struct super_block *sb, bool from_start,
-				const char **why);
+struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_device *bdev,
+				bool from_start, const char **why);
 void tmem_area_free(struct tmem_area *area);
 int tmem_areas_init(void);
 void tmem_areas_stop(void);

@@ -59,6 +59,7 @@ static void tmem_fs_free(struct tmem_fs *fs)
 	tmem_mount_remove(fs);
 	tmem_users_wait(&fs->cpu->users);
 	tmem_area_free(fs->area);
+	tmem_bdev_put(fs->bdev);
 	tmem_pool_free(fs->pool);
 	free_percpu(fs->cpu);
 	kfree_rcu(fs, rcu);
@@ -113,11 +114,14 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 		kfree(fs);
 		return NULL;
 	}
-	if (tmem_refuse(sb, why, sizeof(why))) {
+	fs->bdev = tmem_bdev_get(sb);
+	if (!fs->bdev) {
+		fs->no_area = "the driver does not find the disk";
+	} else if (tmem_refuse(sb, fs->bdev, why, sizeof(why))) {
 		snprintf(fs->refused, sizeof(fs->refused), "refused: %s", why);
 		pr_notice("%s on %s is %s\n", type->name, sb->s_id, fs->refused);
 	} else {
-		fs->area = tmem_area_new(sb, new, &fs->no_area);
+		fs->area = tmem_area_new(sb, fs->bdev, new, &fs->no_area);
 	}
 	if (tmem_mount_add(fs, sb->s_dev)) {
 		tmem_fs_free(fs);
@@ -135,7 +139,7 @@ static void serve(struct super_block *sb, struct tmem_fs_type *type, bool new)
 	struct tmem_fs *fs;
 
 	mutex_lock(&discovery_lock);
-	if (tmem_fs_stopped || !sb->s_bdev || !sb->s_root)
+	if (tmem_fs_stopped || (!sb->s_bdev && !type->has_no_bdev) || !sb->s_root)
 		goto unlock;
 	/* s_umount and discovery_lock keep @fs from being freed. */
 	rcu_read_lock();
@@ -191,6 +195,20 @@ void tmem_fs_mounted(struct super_block *sb)
 	}
 }
 
+/*
+ * Returns the type whose super blocks the discovery examines. On Linux 6.1, super blocks of btrfs
+ * have another type than the one that is registered.
+ */
+static struct file_system_type *type_of_supers(const struct tmem_fs_type *type)
+{
+	struct file_system_type *seen = READ_ONCE(type->seen);
+
+	/* The module may have been unloaded and loaded again since. */
+	if (!seen || (type->fst->owner && !within_module((unsigned long)seen, type->fst->owner)))
+		return type->fst;
+	return seen;
+}
+
 static void discover_fn(struct work_struct *work)
 {
 	unsigned int found_before = READ_ONCE(found), i;
@@ -216,7 +234,7 @@ static void discover_fn(struct work_struct *work)
 			if (!type->fst)
 				WRITE_ONCE(type->fst, get_fs_type(type->name));
 			if (type->fst)
-				iterate_supers_type(type->fst, tmem_fs_seen, type);
+				iterate_supers_type(type_of_supers(type), tmem_fs_seen, type);
 		}
 		all_active &= READ_ONCE(type->active);
 	}
@@ -308,6 +326,7 @@ void tmem_fs_exit(void)
 			module_put(type->fst->owner);
 		WRITE_ONCE(type->fst, NULL);
 		WRITE_ONCE(type->active, false);
+		WRITE_ONCE(type->seen, NULL);
 	}
 	tmem_fs_report();
 }

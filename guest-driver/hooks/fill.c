@@ -186,6 +186,15 @@ bool tmem_is_awaited(struct bio *bio)
 	       !tmem_must_not_wait() && !folio_test_readahead(folio) && !follows_read(folio);
 }
 
+/*
+ * Returns the page for which a reader of the bio waits. btrfs splits bios before it submits them.
+ * All parts of a bio share its pages, which stay locked until the last part has ended.
+ */
+static struct page *first_page(const struct bio *bio)
+{
+	return bio->bi_io_vec->bv_page;
+}
+
 /* Returns the number of pages if all pages of the bio can be filled, and 0 otherwise. */
 static unsigned int count_pages(struct bio *bio, const struct tmem_area *area, sector_t sector)
 {
@@ -426,7 +435,7 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	fill->submit = submit;
 	fill->fetch.done = fetch_done;
 	/* The bio may be the rest of one whose first pages are filled. */
-	fill->fetch.first = bio_first_page_all(bio);
+	fill->fetch.first = first_page(bio);
 	/* Readahead sets the flag in the first folio of a window that it begins in advance. */
 	fill->fetch.ahead = folio_test_readahead(page_folio(fill->fetch.first));
 	fill->fetch.awaited = awaited;

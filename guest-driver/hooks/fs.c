@@ -37,6 +37,13 @@ struct tmem_fs_type tmem_fs_types[] = {
 		.report_bit = VIRTIO_TMEM_H_EXT3,
 	},
 	{
+		.name = "btrfs",
+		.report_bit = VIRTIO_TMEM_H_BTRFS,
+		/* Inode numbers are unique in a subvolume. */
+		.no_policies = true,
+		.has_no_bdev = true,
+	},
+	{
 		.name = "erofs",
 		.report_bit = VIRTIO_TMEM_H_EROFS,
 	},
@@ -119,6 +126,12 @@ bool tmem_fs_inode_secret(const struct inode *inode)
 	return READ_ONCE(inode->i_flags) & (S_ENCRYPTED | S_VERITY);
 }
 
+/* Returns whether a super block is of a type, and on a block device of this machine. */
+static bool is_of_type(const struct super_block *sb, const struct tmem_fs_type *type)
+{
+	return (sb->s_bdev || type->has_no_bdev) && !strcmp(sb->s_type->name, type->name);
+}
+
 /**
  * tmem_fs_serves() - check whether a super block is of a type that is served
  * @sb: the super block
@@ -131,7 +144,7 @@ bool tmem_fs_serves(const struct super_block *sb)
 	unsigned int i;
 
 	for (i = 0; i < NR_TMEM_FS_TYPES; i++)
-		if (sb->s_bdev && !strcmp(sb->s_type->name, tmem_fs_types[i].name))
+		if (is_of_type(sb, &tmem_fs_types[i]))
 			return true;
 	return false;
 }
@@ -148,15 +161,17 @@ bool tmem_fs_note(const struct super_block *sb)
 	unsigned long delay = READ_ONCE(tmem_fs_fruitless) < TMEM_FRUITLESS_MAX ? 0 : HZ;
 	unsigned int i;
 
-	if (!sb->s_bdev || READ_ONCE(tmem_fs_stopped))
+	if (READ_ONCE(tmem_fs_stopped))
 		return false;
 	for (i = 0; i < NR_TMEM_FS_TYPES; i++) {
-		if (strcmp(sb->s_type->name, tmem_fs_types[i].name))
+		if (!is_of_type(sb, &tmem_fs_types[i]))
 			continue;
 		/* This code runs for each page, so it writes only if no discovery is queued. */
 		if (!test_bit(i, &tmem_fs_types_noted) &&
-		    !test_and_set_bit(i, &tmem_fs_types_noted))
+		    !test_and_set_bit(i, &tmem_fs_types_noted)) {
+			WRITE_ONCE(tmem_fs_types[i].seen, sb->s_type);
 			schedule_delayed_work(&tmem_fs_discovery, delay);
+		}
 		return true;
 	}
 	return false;

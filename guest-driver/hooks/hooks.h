@@ -126,10 +126,13 @@ struct tmem_fs_type {
 	 * file cannot have a policy.
 	 */
 	bool no_policies;
+	bool has_no_bdev;		/* super blocks of the type have no s_bdev */
 
 	/* Written under discovery_lock; also read without it. */
 	struct file_system_type *fst;
 	bool active;			/* a mount was found */
+	/* Type of the last unknown super block; only compared until it belongs to fst's module. */
+	struct file_system_type *seen;
 
 	/* switched off by the operator; guarded by tmem_fs_switch_lock */
 	bool off;
@@ -154,6 +157,7 @@ struct tmem_fs {
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	struct tmem_fs_type *type;
 	struct tmem_pool *pool;
+	struct block_device *bdev;	/* its device, or NULL if the driver cannot find it */
 	struct tmem_area *area;		/* its disk blocks, or NULL (blocks.h) */
 	const char *no_area;		/* why area is NULL, unless the mount is refused */
 	bool live;			/* puts and gets are allowed */
@@ -197,9 +201,15 @@ int tmem_mounts_init(void);
 void tmem_mounts_stop(void);
 void tmem_mounts_exit(void);
 
+/* --- bdev.c -------------------------------------------------------------------------------- */
+
+struct block_device *tmem_bdev_get(const struct super_block *sb);
+void tmem_bdev_put(struct block_device *bdev);
+
 /* --- refuse.c ------------------------------------------------------------------------------ */
 
-bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
+bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *why,
+		 size_t why_bytes);
 
 /* --- put.c --------------------------------------------------------------------------------- */
 

@@ -330,15 +330,17 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
 /**
  * tmem_refuse() - check whether there is a reason not to serve a mount
  * @sb: its super block, s_umount held
+ * @bdev: its block device
  * @why: set to the reason
  * @why_bytes: size of @why
  *
  * Context: process, may sleep, does no I/O. One call at a time.
  * Return: true if there is a reason that no parameter of the module overrides.
  */
-bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes)
+bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *why,
+		 size_t why_bytes)
 {
 	if (!tmem_allow_untested && !geometry_ok(sb, why, why_bytes))
 		return true;
-	return !allow_encrypted && !stack_ok(sb->s_bdev->bd_disk, why, why_bytes);
+	return !allow_encrypted && !stack_ok(bdev->bd_disk, why, why_bytes);
 }

@@ -35,11 +35,14 @@
  * - special dax FILE on|off: selects for an ext4 whether FILE, when it is opened next, bypasses the
  *   page cache
  * - special store FILE: zeroes a file through a mapping, and writes it back
+ * - special btrfs-add|btrfs-remove DIR DEVICE: adds a device to the btrfs at DIR, or moves all data
+ *   away from the device and removes it
  * - special cached FILE PAGE: ends with status 0 if the page is in the page cache, otherwise with 1
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/btrfs.h>
 #include <linux/fs.h>
 #include <linux/fiemap.h>
 #include <linux/fscrypt.h>
@@ -121,6 +124,17 @@ static int verity(const char *path)
 
 	if (fd < 0 || ioctl(fd, FS_IOC_ENABLE_VERITY, &arg))
 		return fail("FS_IOC_ENABLE_VERITY");
+	return 0;
+}
+
+static int btrfs_device(const char *dir, const char *device, bool add)
+{
+	struct btrfs_ioctl_vol_args arg = { 0 };
+	int fd = open(dir, O_RDONLY | O_DIRECTORY);
+
+	snprintf(arg.name, sizeof(arg.name), "%s", device);
+	if (fd < 0 || ioctl(fd, add ? BTRFS_IOC_ADD_DEV : BTRFS_IOC_RM_DEV, &arg))
+		return fail(device);
 	return 0;
 }
 
@@ -618,6 +632,10 @@ int main(int argc, char **argv)
 		return dax(argv[2], !strcmp(argv[3], "on"));
 	if (argc == 3 && !strcmp(argv[1], "store"))
 		return store(argv[2]);
+	if (argc == 4 && !strcmp(argv[1], "btrfs-add"))
+		return btrfs_device(argv[2], argv[3], true);
+	if (argc == 4 && !strcmp(argv[1], "btrfs-remove"))
+		return btrfs_device(argv[2], argv[3], false);
 	if (argc == 4 && !strcmp(argv[1], "cached"))
 		return cached(argv[2], strtoul(argv[3], NULL, 0));
 	fputs("usage: see the top of special.c\n", stderr);

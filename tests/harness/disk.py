@@ -163,11 +163,19 @@ def erofs(path: Path, tree: Path, *options: str) -> Path:
     return path
 
 
+def btrfs(paths: list[Path], size_bytes: int, *options: str) -> None:
+    """Creates a btrfs on several raw images of the same size."""
+    for path in paths:
+        blank(path, size_bytes)
+    _run(["mkfs.btrfs", "-q", "-f", *options, *map(str, paths)])
+
+
 # Modules of the guest that a file system of a type needs, unless they are built in.
 MODULES = {
     "xfs": ("xfs",),
     "vfat": ("vfat", "nls_cp437", "nls_ascii"),
     "exfat": ("exfat",),
+    "btrfs": ("btrfs",),
     "erofs": ("erofs",),
 }
 
@@ -177,6 +185,7 @@ MKFS = {
     "ext3": ("mke2fs", "-q", "-F", "-t", "ext3", "-b", "4096", "-E", "root_owner=0:0"),
     "vfat": ("mkfs.vfat", "-F", "32", "-s", "8"),
     "exfat": ("mkfs.exfat",),
+    "btrfs": ("mkfs.btrfs", "-q", "-f"),
 }
 
 
@@ -228,6 +237,9 @@ OTHER_FILE_SYSTEMS = {
     "vfat": FileSystem("vfat"),
     # docs/upstream/kernel-faults.md describes the fault of direct reads.
     "exfat": FileSystem("exfat", left_out=("direct-read",)),
+    # A swap file of a btrfs needs a flag that the torture program does not set.
+    "btrfs": FileSystem("btrfs", left_out=("swap",)),
+    "btrfs-dup": FileSystem("btrfs", ("-d", "dup"), left_out=("swap",)),
 }
 
 

@@ -36,7 +36,7 @@ core/breaker
 core/fetch
 core/sync
 core/transport
-hooks/state hooks/users hooks/seen
+hooks/state hooks/users hooks/seen hooks/bdev
 hooks/fs
 hooks/ftrace hooks/verify hooks/refuse hooks/mounts hooks/device hooks/records
 hooks/areas

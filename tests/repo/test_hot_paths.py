@@ -128,6 +128,7 @@ ALLOWED = {
     ("tmem_verify_due", "atomic_add(&fs->first_hits)"): "the first 1,000 hits of a file system",
     ("tmem_fs_note", "test_and_set_bit(&tmem_fs_types_noted)"): "until the discovery runs",
     ("tmem_fs_note", "schedule_delayed_work(&tmem_fs_discovery)"): "until the discovery runs",
+    ("tmem_fs_note", "tmem_fs_types"): "until the discovery runs",
     ("lock_set", "spin_lock_irqsave(&set->lock)"): "each page, of seven blocks",
     ("count_begin", "atomic_inc(writes_of(block))"): "each written page, of seven blocks",
     ("count_end", "atomic_dec(writes_of(block))"): "each written page, of seven blocks",

@@ -32,6 +32,7 @@ from driver import (
 )
 from test_driver import changed_content, overwrite
 
+from harness import disk
 from harness.disk import FILE_SYSTEMS, FileSystem
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -396,16 +397,17 @@ def test_mounts_of_one_file_system_share_one_cache(
     assert stats(guest)["hits"] == before["hits"]
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
 def test_overlayfs_files_are_cached_and_change_with_their_layers(
     session: Session, kernel: Kernel, module: Path, kind: str
 ) -> None:
     """Files of overlayfs are cached as files of the file system below, and show its changes."""
     if not there(kernel, "overlay"):
         pytest.skip(f"kernel {kernel.release} has no overlayfs")
+    fs = disk.find(kind)
     guest = driver_guest(
         session, kernel, module,
-        fs=FILE_SYSTEMS[kind], cpus=2, modules=["overlay", *there(kernel, "xfs")],
+        fs=fs, cpus=2, modules=["overlay", *there(kernel, *fs.modules)],
         files={SPECIAL: guest_program(TESTS / "guest/special.c")},
         parameters="verify_every=1",
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from driver import (
     evict,
     growth,
     load,
+    programs,
     seed,
     set_parameter,
     start_daemon,
@@ -40,10 +42,12 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
+SPECIAL = "/usr/bin/special"
 FILES = 8
 FILE_PAGES = 64
 OPERATIONS = 1_000
 PAGE = 4096
+OTHER = "/other"
 
 
 def torture(guest: Guest, name: str, operations: int) -> None:
@@ -189,6 +193,64 @@ def make(guest: Guest, where: str, text: str) -> dict[str, str]:
         sums[f"{where}/{text}{number}"] = hashlib.sha256(content).hexdigest()
     guest.sh("sync")
     return sums
+
+
+def boot_btrfs(session: Session, kernel: Kernel, module: Path) -> Guest:
+    """Boots a guest with a btrfs on two disks: each has every other 64 KiB of the data."""
+    images = [session.directory / f"{name}.img" for name in ("one", "two")]
+    disk.btrfs(images, DISK_BYTES, "-d", "raid0", "-m", "raid1")
+    fs = disk.FileSystem("btrfs", mount_options="device=/dev/vda,device=/dev/vdb")
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(start_daemon(session).socket("vm1")),
+        disks=[Disk("data", images[0]), Disk("two", images[1])],
+        modules=fs.modules,
+        files=programs(SPECIAL),
+        cpus=2,
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0", fs=fs, online=False)
+    wait_state(guest, "on")
+    return guest
+
+
+def test_btrfs_on_several_disks_is_cached_on_one_of_them(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """Moves the btrfs away from the disk that is cached, and uses that disk for an ext4."""
+    guest = boot_btrfs(session, kernel, module)
+    sums = make(guest, WHERE, "first")
+    mount = wait_mount(guest, WHERE)
+    pages = 2 * FILES * FILE_PAGES
+    assert pages // 5 < check_hits(guest, sums) < pages * 4 // 5
+    (cached,) = set(re.findall(r"BTRFS info \(device (vd[ab])", guest.sh("dmesg")))
+
+    # Data that moves to another disk is right, and is not cached any more.
+    guest.sh(f"{SPECIAL} btrfs-remove {WHERE} /dev/{cached}", 120)
+    assert check_hits(guest, sums) == 0
+
+    # Another file system on the old disk has no area until the btrfs gives up its own.
+    guest.sh(f"mke2fs -q /dev/{cached} && mkdir {OTHER}", 60)
+    guest.sh(f"mount -t ext4 /dev/{cached} {OTHER}", 60)
+    others = make(guest, OTHER, "other")
+    assert check_hits(guest, others) == 0
+    assert "has used the disk" in Mount(guest, OTHER).read("state")
+    guest.sh(f"umount {OTHER}")
+
+    # When the data is back on the old disk, it is cached there, and no byte is one of the ext4.
+    left = {"vda": "vdb", "vdb": "vda"}[cached]
+    guest.sh(f"{SPECIAL} btrfs-add {WHERE} /dev/{cached}", 60)
+    guest.sh(f"{SPECIAL} btrfs-remove {WHERE} /dev/{left}", 120)
+    set_parameter(guest, "verify_every", "1")
+    assert check_hits(guest, sums) > FILES * FILE_PAGES
+    counters = stats(guest)
+    assert counters["mismatches"] + counters["verify_mismatches"] == 0
+    # btrfs splits reads between its disks. The driver must not cause a warning of the kernel.
+    assert "WARNING:" not in guest.sh("dmesg")
+    guest.sh(f"umount {WHERE}")
+    assert guest.run(f"[ -e {mount.path} ]").status != 0
 
 
 def test_policies_of_files_are_refused_if_inode_numbers_change(
