@@ -121,7 +121,8 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 		snprintf(fs->refused, sizeof(fs->refused), "refused: %s", why);
 		pr_notice("%s on %s is %s\n", type->name, sb->s_id, fs->refused);
 	} else {
-		fs->area = tmem_area_new(sb, fs->bdev, new, &fs->no_area);
+		/* A btrfs may have started to write before the hook of mounts ran. */
+		fs->area = tmem_area_new(sb, fs->bdev, new && !type->has_no_bdev, &fs->no_area);
 	}
 	if (tmem_mount_add(fs, sb->s_dev)) {
 		tmem_fs_free(fs);
