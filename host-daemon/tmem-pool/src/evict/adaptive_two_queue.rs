@@ -52,11 +52,12 @@ const STEP_PAGES_MIN: u32 = 64;
 /// compared.
 const TICKS: u32 = 256;
 
-// Policy bits of an entry. The lowest bit is 1 for the main queue, and the other bits are the tick
-// of the policy's clock in which the page was put. Tick numbers repeat after 128 times as many puts
+// Policy bits of an entry. The lowest bit is 1 for the main queue, and the other 14 bits are the tick
+// of the policy's clock in which the page was put. Tick numbers repeat after 64 times as many puts
 // as the tenant has pages. A page that stays in its queue for that long then counts as young again.
 const MAIN: u16 = 1;
 const TICK_SHIFT: u32 = 1;
+const TICK_MASK: u16 = 0x3fff;
 
 #[derive(Debug)]
 pub(super) struct AdaptiveTwoQueue {
@@ -108,8 +109,8 @@ impl AdaptiveTwoQueue {
     /// Returns the age of an entry's page: the number of ticks of the policy's clock since its put,
     /// including the current tick.
     fn age(&self, entries: &Entries, id: Id) -> f32 {
-        let ticks = (self.tick << TICK_SHIFT).wrapping_sub(entries[id].policy_bits() & !MAIN);
-        f32::from(ticks >> TICK_SHIFT) + 1.0
+        let put = entries[id].policy_bits() >> TICK_SHIFT;
+        f32::from(self.tick.wrapping_sub(put) & TICK_MASK) + 1.0
     }
 }
 
@@ -124,7 +125,7 @@ impl Policy for AdaptiveTwoQueue {
         if let Some(past) = past {
             self.learn(past);
         }
-        let put = self.tick << TICK_SHIFT;
+        let put = (self.tick & TICK_MASK) << TICK_SHIFT;
         if past.is_some() || workingset {
             entries[id].set_policy_bits(put | MAIN);
             self.main.push(entries, id);
@@ -179,6 +180,40 @@ impl Policy for AdaptiveTwoQueue {
                 );
                 page(id);
             });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::entry::Entry;
+
+    /// Puts a page at ticks next to those at which the number of a tick repeats.
+    #[test]
+    fn ages_are_right_when_tick_numbers_repeat() {
+        let chunks = Chunks::some();
+        let mut entries = Entries::new(16, &chunks);
+        let mut policy = AdaptiveTwoQueue::new(chunks);
+        for (nth, tick) in [0, 0x3fff, 0x4000, 0x7fff, 0x8000, 0xffff]
+            .into_iter()
+            .enumerate()
+        {
+            let id = entries.add_alone(nth as u64 + 1, Entry::default());
+            (policy.tick, policy.left) = (tick, u32::MAX);
+            let arrival = Arrival {
+                key_hash: nth as u64,
+                workingset: false,
+            };
+            policy.insert(&mut entries, id, arrival);
+            for ticks in [0, 1, 1000] {
+                policy.tick = tick.wrapping_add(ticks);
+                assert_eq!(
+                    policy.age(&entries, id),
+                    f32::from(ticks) + 1.0,
+                    "wrong age, {ticks} ticks after tick {tick}"
+                );
+            }
         }
     }
 }
