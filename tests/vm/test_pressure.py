@@ -231,8 +231,7 @@ def test_four_vms_take_their_memory_back_at_once(
     """
     regrow, reader, vms = example("regrow"), example("reader"), 4
     each = MEMORY * 3 // 2 // vms // MIB
-    # Without the arguments for pressure, the daemon has its defaults. The swap is larger than the
-    # rule requires, because a page that is swapped in keeps its place in the swap for a while.
+    # Without the arguments for pressure, the daemon has its defaults. The swap has a margin.
     swap_bytes = MEMORY * 3 // 2
     host = Host(
         session, kernel, fill, "", more=(regrow, reader), swap_bytes=swap_bytes, vms=vms + 1
