@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.vm import demo
+from bench.vm import demo, idle
 from harness.native import NativeVm
 from harness.paths import HarnessError
 from harness.vm import MIB
@@ -62,5 +62,23 @@ def test_json_report_and_table_contain_both_vms() -> None:
     text = demo.summary(plain, tmem)
     assert "262,144 = 1.00 GiB" in text and "both with" in text and "DIFFER" not in text
     assert "25.0%" in text
+    assert report["idle"] is None
     tmem["web1"].checksums_equal = False
     assert "DIFFER" in demo.summary(plain, tmem)
+
+
+def test_report_of_the_idle_vm_contains_its_memory_and_times() -> None:
+    found = idle.Idle(512 * MIB, 200 * MIB, 80 * MIB, 76800, 5.04, 310 * MIB, 9.96)
+    text = found.summary()
+    for part in (
+        "1.00 GiB",
+        "512 MiB; then 200 MiB, and 80 MiB",
+        "5.0 s (300 MiB",
+        "10.0 s (310 MiB",
+        "1.98 times",
+    ):
+        assert part in text, text
+    plain = {name: measured(4 << 30, 0) for name in demo.NAMES}
+    report = demo.figures(128 * MIB, plain, plain, POOL, found)["idle"]
+    assert report["ram_bytes"] == 1 << 30
+    assert (report["after_bytes"], report["disk_seconds"]) == (200 * MIB, 9.96)

@@ -4,10 +4,10 @@
 Both VMs read files of an operating system over and over. Their disks are throttled to the speed of
 a common cloud volume. The VMs run first without the device, then with it and one pool for both. A
 table shows the difference. The demo compares the SHA-256 of every file in the guest with that on
-the host, and fails at a difference.
+the host, and fails at a difference. At last, an idle VM returns memory to the host.
 
 The VMs run under QEMU. With --native they are user-mode Linux, which runs at the machine's own
-speed.
+speed, and returns no memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.vm import idle
 from bench.vm.output import Progress, size_text, table, write_json
 from harness import disk, kernel, module, native
 from harness.daemon import Daemon, Tenant
@@ -307,7 +308,11 @@ def pool_summary(pool: dict[str, Any]) -> str:
 
 
 def figures(
-    ram_bytes: int, plain: dict[str, Measured], tmem: dict[str, Measured], pool: dict[str, Any]
+    ram_bytes: int,
+    plain: dict[str, Measured],
+    tmem: dict[str, Measured],
+    pool: dict[str, Any],
+    idle_vm: idle.Idle | None = None,
 ) -> dict[str, Any]:
     """Returns the figures for the JSON file."""
     keys = ("pages", "original_bytes", "held_bytes", "shared_pages")
@@ -329,6 +334,7 @@ def figures(
             for name in plain
         ],
         "pool": {key: pool[key] for key in keys},
+        "idle": idle_vm.json() if idle_vm else None,
     }
 
 
@@ -388,6 +394,21 @@ class Machines:
             )
         )
 
+    def make_idle(self, session: Session, image: Path, daemon: Daemon) -> Vm:
+        """Returns a VM with the device and a balloon that returns memory to the host."""
+        return session.vm(
+            Config(
+                kernel=self._kernel,
+                name=idle.NAME,
+                memory_bytes=idle.RAM_BYTES,
+                disks=[Disk("data", image, read_only=True, throttle=disk.CLOUD_VOLUME)],
+                tmem=Tmem(daemon.socket(idle.NAME)),
+                files={"/virtio_tmem.ko": self._driver, **idle.files()},
+                modules=["virtio_balloon"],
+                arguments=idle.BALLOON,
+            )
+        )
+
 
 def run(options: argparse.Namespace) -> int:
     native_guests, json_path = options.native, options.json
@@ -418,18 +439,31 @@ def run(options: argparse.Namespace) -> int:
             f"with device: two such VMs, and one pool of at most {sizes.pool} on the host"
         )
         tenants = [Tenant(name, trust_domain="demo") for name in NAMES]
+        tenants += [] if native_guests else [Tenant(idle.NAME)]
         daemon = session.daemon(*tenants, pool_size=sizes.pool)
         daemon.start()
         vms = machines.make(session, images, daemon)
         tmem = phase(vms, sums, True, progress)
         pool = daemon.stats()["pool"]
+        idle_vm = None
+        if not native_guests:
+            progress.step(f"an idle VM of {size_text(idle.RAM_BYTES)} returns memory to the host")
+            if not options.keep:
+                for vm in vms.values():
+                    vm.stop()
+            third = machines.make_idle(session, images[NAMES[0]], daemon)
+            boot({idle.NAME: third}, True)
+            idle_vm = idle.measure(third, daemon, progress.show)
+            third.check_console()
         progress.step("done")
 
         print(f"\n{summary(plain, tmem)}\n\n{pool_summary(pool)}\n")
+        if idle_vm:
+            print(f"{idle_vm.summary()}")
         print(REMARK_NATIVE if native_guests else REMARK)
         print(around(daemon, native_guests))
         if json_path:
-            write_json(json_path, figures(sizes.ram_bytes, plain, tmem, pool))
+            write_json(json_path, figures(sizes.ram_bytes, plain, tmem, pool, idle_vm))
         if options.keep:
             input("\nThe VMs run. Press Enter to end them. ")
         equal = all(m.checksums_equal for m in (*plain.values(), *tmem.values()))
