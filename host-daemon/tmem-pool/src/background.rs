@@ -14,7 +14,8 @@ use crate::config::{
 use crate::engine::Engine;
 use crate::heap::{self, FRAME_BYTES};
 use crate::index::entry::Content;
-use crate::state::{Freed, RawPage, Reason};
+use crate::raw_queue::RawPage;
+use crate::state::{Freed, Reason};
 use crate::tenant_shared::TenantShared;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

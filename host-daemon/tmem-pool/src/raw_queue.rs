@@ -5,8 +5,16 @@
 //! and releases memory as soon as it shrinks. A queue in one piece would copy up to a million
 //! entries under the tenant's lock.
 
-use crate::state::RawPage;
+use crate::index::Id;
 use std::collections::VecDeque;
+
+/// Entry of the queue of raw pages: a page that was put, and the blob in which it was stored raw
+/// (uncompressed). The page may have been removed or finalized since.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RawPage {
+    pub id: Id,
+    pub blob: u32,
+}
 
 /// Number of entries in a block of the queue, which takes 2 KiB.
 const BLOCK_PAGES: usize = 256;

@@ -24,7 +24,7 @@ use crate::evict::queue::Queue;
 use crate::evict::{self, Arrival, Leave, Policy};
 use crate::index::entry::{Content, Entry};
 use crate::index::{Chunks, Entries, Id, Index, Key, PoolRef};
-use crate::raw_queue::RawQueue;
+use crate::raw_queue::{RawPage, RawQueue};
 use crate::request::{GET_PAGES_MAX, Get, Put, Ref};
 use crate::stats::{Counters, TenantStats};
 use std::sync::Arc;
@@ -134,14 +134,6 @@ pub(crate) struct Taken {
     pub was_retained: bool,
     /// True if this get leaves the page in the pool as a retained page.
     pub retained: bool,
-}
-
-/// Entry of the queue of raw pages: a page that was put, and the blob in which it was stored raw
-/// (uncompressed). The page may have been removed or finalized since.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct RawPage {
-    pub id: Id,
-    pub blob: u32,
 }
 
 /// References to stored contents that the caller has to release after it has released the tenant's
