@@ -45,7 +45,7 @@
  */
 #define LONG_WRITES	128
 
-/* Number of sets that a walk visits in one RCU section, which takes about 100 us. */
+/* Number of sets that a walk visits in one RCU section, so that it delays no grace period long. */
 #define WALK_SETS	4096
 
 /*
