@@ -2,12 +2,12 @@
 //! Reads how much memory the host and the daemon's control group have left.
 //!
 //! The monitor of the host's memory (`pressure.rs`) decides from these values how large the pool
-//! may be. A file that cannot be read or parsed makes its value unknown, and never stops the
-//! daemon. Limits: control groups of version 1 are not read, because they report no stalls either.
+//! may be. A file that cannot be parsed makes its value unknown, and never stops the daemon. Limits: control groups of version 1 are not read, because they report no stalls either.
 
 use crate::config::meminfo::meminfo_bytes;
 use crate::config::settings::PressureConfig;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use tmem_control::arcstats::releasable_bytes;
 
@@ -32,17 +32,21 @@ pub struct Available {
 
 impl Available {
     /// Reads the files that the configuration names.
-    pub fn read(config: &PressureConfig) -> Available {
-        let meminfo = fs::read_to_string(&config.meminfo).unwrap_or_default();
+    ///
+    /// # Errors
+    /// The host's memory cannot be read. A host that is short of memory can refuse the kernel
+    /// memory for this, so an error does not mean that the host reports nothing.
+    pub fn read(config: &PressureConfig) -> io::Result<Available> {
+        let meminfo = fs::read_to_string(&config.meminfo)?;
         let arcstats = fs::read_to_string(&config.arcstats).unwrap_or_default();
         let arc_bytes = releasable_bytes(&arcstats);
         let host_bytes = meminfo_bytes(&meminfo, "MemAvailable");
-        Available {
+        Ok(Available {
             host_bytes: host_bytes.map(|bytes| bytes.saturating_add(arc_bytes)),
             arc_bytes,
             swap_free_bytes: meminfo_bytes(&meminfo, "SwapFree").unwrap_or(0),
             group_bytes: config.group.as_deref().and_then(group_bytes),
-        }
+        })
     }
 }
 
@@ -113,7 +117,7 @@ mod tests {
             arcstats: path("arcstats"),
             ..PressureConfig::default()
         };
-        let read = || Available::read(&config);
+        let read = || Available::read(&config).expect("cannot read the files");
         fs::write(path("meminfo"), "MemAvailable:   500000 kB\n").expect("cannot write the file");
         assert_eq!(read().host_bytes, Some(500_000 << 10));
         let arcstats = include_str!("../../../tmem-control/testdata/arcstats-2.2");

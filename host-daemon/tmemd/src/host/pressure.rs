@@ -552,8 +552,14 @@ impl PoolSize {
             .is_none_or(|available| available >= wanted_bytes)
     }
 
+    /// Returns the memory in bytes that the host has available; the last known value if it cannot be
+    /// read now; None if it is unknown or is not watched.
     fn available_bytes(&self) -> Option<u64> {
-        Available::read(self.pressure.as_ref()?).host_bytes
+        let last_bytes = self.available_bytes.load(Relaxed);
+        match Available::read(self.pressure.as_ref()?) {
+            Ok(available) => available.host_bytes,
+            Err(_) => (last_bytes > 0).then_some(last_bytes),
+        }
     }
 
     /// Resizes the pool to the size that the governor has decided. Logs the change.
@@ -668,6 +674,34 @@ impl PressureWatcher {
     }
 }
 
+/// The last known memory of the host. A reading that fails leaves it unchanged: unknown memory would
+/// make the pool keep its size while the host is short.
+#[derive(Debug, Default)]
+struct LastAvailable {
+    available: Available,
+    failed: bool,
+}
+
+impl LastAvailable {
+    /// Takes a reading. Returns the last one that succeeded. Logs the first of several failures.
+    fn record(&mut self, reading: io::Result<Available>) -> Available {
+        match reading {
+            Ok(available) => {
+                *self = LastAvailable {
+                    available,
+                    failed: false,
+                }
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.failed, true) {
+                    tracing::warn!(%error, "the host's memory cannot be read: the last known values count");
+                }
+            }
+        }
+        self.available
+    }
+}
+
 /// Waits until the kernel reports that tasks wait for memory, at most for `time`. Returns false if
 /// the thread must stop.
 fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
@@ -688,13 +722,14 @@ fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
 fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &Heartbeat) {
     let trigger = config.stalls.as_deref().and_then(trigger);
     let mut stalls = Stalls::default();
+    let mut available = LastAvailable::default();
     loop {
         heartbeat.work();
         let pressure = config.stalls.as_deref().map(std::fs::read_to_string);
         let total_us = pressure.and_then(|text| stall_us(&text.ok()?));
         let now = Instant::now();
         let readings = Readings {
-            available: Available::read(config),
+            available: available.record(Available::read(config)),
             stalled: stalls.record(total_us, now),
         };
         let period = size.follow(now, readings);

@@ -562,3 +562,21 @@ fn the_total_stall_time_is_parsed_from_psi() {
     assert_eq!(stall_us("full avg10=0.00 total=7\n"), None);
     assert_eq!(stall_us(""), None);
 }
+
+#[test]
+fn a_reading_that_fails_leaves_the_last_known_memory() {
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let config = PressureConfig {
+        meminfo: directory.path().join("meminfo"),
+        ..PressureConfig::default()
+    };
+    let mut last = LastAvailable::default();
+    let mut host_bytes = || last.record(Available::read(&config)).host_bytes;
+    assert_eq!(host_bytes(), None);
+    let text = "MemAvailable: 8 kB\nSwapFree: 4 kB\n";
+    std::fs::write(&config.meminfo, text).expect("cannot write the file");
+    assert_eq!(host_bytes(), Some(8 << 10));
+    std::fs::remove_file(&config.meminfo).expect("cannot remove the file");
+    assert_eq!(host_bytes(), Some(8 << 10));
+    assert_eq!(last.available.swap_free_bytes, 4 << 10);
+}
