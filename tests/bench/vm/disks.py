@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bench.vm import demo
-from bench.vm.machine import BATCH_BYTES, PAGE_BYTES, SEED, UNHOOKED_KIND, contents
+from bench.vm.machine import BATCH_BYTES, PAGE_BYTES, SEED, UNCACHED_KIND, contents
 from harness import disk, storage
 from harness.paths import HarnessError
 from harness.vm import MIB
@@ -46,14 +46,15 @@ def _pack(path: Path, size_bytes: int, tree: Path) -> Path:
 def loads_image(path: Path, loads: dict[str, str]) -> Path:
     """Creates an image with the requests of all repetitions, which the guest mounts at LOADS.
 
-    The driver does not serve its file system, so reading requests does not use the pool.
+    The guest does not cache it (Machine.mount_uncached()), so reading requests does not use the
+    pool.
     """
     tree = path.with_suffix(".tree")
     tree.mkdir()
     for name, text in loads.items():
         (tree / name).write_text(text)
     size = sum(map(len, loads.values()))
-    disk.ext4(path, size + size // 4 + 16 * MIB, tree, "-t", UNHOOKED_KIND)
+    disk.ext4(path, size + size // 4 + 16 * MIB, tree, "-t", UNCACHED_KIND)
     shutil.rmtree(tree)
     return path
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.vm.host_bytes import family_seconds
-from bench.vm.machine import BENCH, DATA, SECTOR_BYTES, UNHOOKED_KIND, Machine
+from bench.vm.machine import BENCH, DATA, SECTOR_BYTES, Machine
 from bench.vm.results import Measured
 from harness import fio, kernel, kvm, module, native, toolchain
 from harness.daemon import Daemon, Tenant
@@ -211,7 +211,7 @@ class Box(Machine):
 
     def mount_loads(self) -> None:
         """Mounts the disk with the requests of all repetitions."""
-        self.guest.mount("loads", LOADS, UNHOOKED_KIND, "ro")
+        self.mount_uncached("loads", LOADS)
 
     def sh(self, command: str) -> str:
         return self.guest.sh(command, SECONDS)

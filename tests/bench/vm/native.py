@@ -30,8 +30,8 @@ from bench.vm.machine import (
     PAGE_BYTES,
     SECONDS,
     SEED,
-    UNHOOKED,
-    UNHOOKED_KIND,
+    UNCACHED,
+    UNCACHED_KIND,
     Machine,
     make_image,
 )
@@ -254,7 +254,7 @@ class Bench:
         self.data = make_image(session.directory / "data.img", DATA_DISK_BYTES, sizes, source)
         sizes = {"blocks": BLOCKS_BYTES, "batch": BATCH_BYTES}
         path = session.directory / "other.img"
-        self.other = make_image(path, OTHER_DISK_BYTES, sizes, source, "-t", UNHOOKED_KIND)
+        self.other = make_image(path, OTHER_DISK_BYTES, sizes, source, "-t", UNCACHED_KIND)
 
     def times(self, count: int) -> int:
         return max(1, count // self.divisor)
@@ -295,7 +295,7 @@ class Bench:
         )
         machine = Machine(self.session.native_vm(config), True)
         machine.vm.start()
-        machine.guest.mount("other", UNHOOKED, UNHOOKED_KIND, "ro")
+        machine.mount_uncached("other", UNCACHED)
         machine.guest.mount("data", DATA, options="ro")
         machine.serve()
         if not self.ticks_per_us:
@@ -336,7 +336,7 @@ class Bench:
                 put_ns.append(part.per_page("put_ns", "puts"))
                 finalize_ns.append(part.per_page("finalize_ns", "puts"))
                 part, before = HostPart(daemon), machine.counters()
-                blocks = f"{count} {block_bytes} {number} {UNHOOKED}/blocks {every}"
+                blocks = f"{count} {block_bytes} {number} {UNCACHED}/blocks {every}"
                 text = machine.guest.sh(f"{BENCH} latency {DATA}/blocks {blocks}", SECONDS)
                 for kind, ticks in parse_latency(text).items():
                     samples.setdefault(kind, []).extend(ticks)
@@ -443,14 +443,14 @@ class Bench:
     def _reclaim(self, machine: Machine) -> None:
         repeat = self.times(REPEAT_RECLAIM)
         self.progress.step(f"reclaim of 1 MiB of clean pages, {repeat} times each")
-        ticks: dict[str, list[float]] = {DATA: [], UNHOOKED: []}
+        ticks: dict[str, list[float]] = {DATA: [], UNCACHED: []}
         machine.bench("drop")
         machine.settle()
         for number in range(repeat):
-            for where in (DATA, UNHOOKED) if number % 2 else (UNHOOKED, DATA):
+            for where in (DATA, UNCACHED) if number % 2 else (UNCACHED, DATA):
                 ticks[where].append(machine.dropped(where) / (BATCH_BYTES // PAGE_BYTES))
         with_put, without = (
-            statistics.median(ticks[where]) / self.ticks_per_us * 1000 for where in (DATA, UNHOOKED)
+            statistics.median(ticks[where]) / self.ticks_per_us * 1000 for where in (DATA, UNCACHED)
         )
         self.add(
             [
