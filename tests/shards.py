@@ -196,6 +196,12 @@ def package_shards() -> dict[str, Shard]:
 
 SHARDS: dict[str, Shard] = {
     **driver_shards(),
+    "f2fs": Shard(
+        "torture of f2fs on Debian's kernel for all machines",
+        (vm_tests("other_types", "-k torture --kernel 6.12-amd64"),),
+        DRIVER_PATHS,
+        minutes=5,
+    ),
     "host": Shard(
         "tests of QEMU's device, the daemon, libvirt and migration in VMs",
         (

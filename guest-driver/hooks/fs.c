@@ -44,6 +44,10 @@ struct tmem_fs_type tmem_fs_types[] = {
 		.has_no_bdev = true,
 	},
 	{
+		.name = "f2fs",
+		.report_bit = VIRTIO_TMEM_H_F2FS,
+	},
+	{
 		.name = "erofs",
 		.report_bit = VIRTIO_TMEM_H_EROFS,
 	},

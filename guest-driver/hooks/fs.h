@@ -12,7 +12,7 @@
 
 #include "hooks.h"
 
-#define NR_TMEM_FS_TYPES 8
+#define NR_TMEM_FS_TYPES 9
 /* Maximum number of mounts that are served at the same time. */
 #define TMEM_FS_MAX 64
 #define TMEM_FS_HASH_BITS 6

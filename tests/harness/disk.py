@@ -176,6 +176,7 @@ MODULES = {
     "vfat": ("vfat", "nls_cp437", "nls_ascii"),
     "exfat": ("exfat",),
     "btrfs": ("btrfs",),
+    "f2fs": ("crc32_generic", "f2fs"),
     "erofs": ("erofs",),
 }
 
@@ -186,6 +187,7 @@ MKFS = {
     "vfat": ("mkfs.vfat", "-F", "32", "-s", "8"),
     "exfat": ("mkfs.exfat",),
     "btrfs": ("mkfs.btrfs", "-q", "-f"),
+    "f2fs": ("mkfs.f2fs", "-q", "-f"),
 }
 
 
@@ -240,6 +242,8 @@ OTHER_FILE_SYSTEMS = {
     # A swap file of a btrfs needs a flag that the torture program does not set.
     "btrfs": FileSystem("btrfs", left_out=("swap",)),
     "btrfs-dup": FileSystem("btrfs", ("-d", "dup"), left_out=("swap",)),
+    # A swap file of an f2fs has to be pinned.
+    "f2fs": FileSystem("f2fs", left_out=("swap",)),
 }
 
 

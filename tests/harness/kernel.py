@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Extracts stock Debian cloud kernels with headers into the cache; nothing is installed.
+"""Extracts stock Debian kernels with headers into the cache; nothing is installed.
 
-A kernel is named by its series ("6.12"). The first use fetches the newest packages of the suite.
-Later uses take the cached ones, so that a developer's tests do not change unexpectedly
-(`tests/kernel prepare --update` fetches the newest again).
+A kernel is named by its series ("6.12" is the cloud kernel, "6.12-amd64" the one for all machines).
+The first use fetches the newest packages of the suite. Later uses take the cached ones, so that a
+developer's tests do not change unexpectedly (`tests/kernel prepare --update` fetches the newest
+again).
 """
 
 from __future__ import annotations
@@ -46,15 +47,19 @@ SERIES = {
             r"linux-kbuild-6\.1",
         ),
     ),
-    "6.12": Series(
-        "bookworm-security",
-        (
-            r"linux-image-6\.12\.[0-9]+[+]deb12-cloud-amd64-unsigned",
-            r"linux-headers-6\.12\.[0-9]+[+]deb12-cloud-amd64",
-            r"linux-headers-6\.12\.[0-9]+[+]deb12-common",
-            r"linux-kbuild-6\.12\.[0-9]+[+]deb12",
-        ),
-    ),
+    # The kernel for all machines has file systems that the cloud kernel lacks.
+    **{
+        series: Series(
+            "bookworm-security",
+            (
+                rf"linux-image-6\.12\.[0-9]+[+]deb12-{flavour}-unsigned",
+                rf"linux-headers-6\.12\.[0-9]+[+]deb12-{flavour}",
+                r"linux-headers-6\.12\.[0-9]+[+]deb12-common",
+                r"linux-kbuild-6\.12\.[0-9]+[+]deb12",
+            ),
+        )
+        for series, flavour in (("6.12", "cloud-amd64"), ("6.12-amd64", "amd64"))
+    },
     # Kernels of these series are split into several packages; linux-image- only depends on them.
     # For these series, one TCG thread must run all processors in turn. In a stock 7.2, one
     # processor patches the code of static keys and static calls. If TCG runs a second processor in

@@ -70,7 +70,12 @@ def test_torture_finds_no_wrong_byte(session: Session, kernel: Kernel, module: P
 
     Every other type is mounted before the module is loaded.
     """
-    types = disk.OTHER_FILE_SYSTEMS
+    # Debian's cloud kernels have no f2fs. The kernel for all machines is used for f2fs only.
+    types = {
+        name: fs
+        for name, fs in disk.OTHER_FILE_SYSTEMS.items()
+        if (name == "f2fs") == kernel.series.endswith("-amd64")
+    }
     disks = [
         Disk(serial(name), fs.make(session.directory / f"{name}.img", DISK_BYTES))
         for name, fs in types.items()
