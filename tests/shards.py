@@ -31,7 +31,7 @@ CHANGED_COMMITS = 20
 # TMEM_NO_SKIPS names what this machine has. A test that needs only this is not skipped.
 CARGO_TEST = "TMEM_NO_SKIPS=$(scripts/no-skips) cargo --config net.retry=5 test --locked"
 # A test with one guest keeps about one processor busy.
-PYTEST = "cd tests && ./python -m pytest -n ${JOBS:-2} --dist worksteal"
+PYTEST = "cd tests && ./python -m pytest -n ${JOBS:-2} --dist worksteal --durations=10"
 PROGRAMS = "deps-test programs"
 VM = f"{PROGRAMS} qemu"
 
