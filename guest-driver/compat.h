@@ -22,7 +22,7 @@
 #include <linux/virtio.h>
 #include <linux/virtio_config.h>
 #include <linux/workqueue.h>
-#include <linux/writeback.h>	/* declares filemap_dirty_folio() before 6.2 */
+#include <linux/writeback.h>	/* filemap_dirty_folio() before 6.2, struct folio_batch */
 
 /*
  * Before Linux 6.2, ftrace's function that sets the instruction pointer has another name, and
@@ -53,6 +53,9 @@ static inline bool tmem_folio_used_again(struct folio *folio)
 
 /* Since Linux 6.17, an open file has the order with which its readahead goes on. */
 #define TMEM_HAS_RA_ORDER (LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0))
+
+/* Since Linux 6.9, reclaim frees folios of all sizes in batches. */
+#define TMEM_FREES_BATCHES (LINUX_VERSION_CODE >= KERNEL_VERSION(6, 9, 0))
 
 /* Before Linux 6.12, a bio with a wrong alignment ends with another error. */
 #ifndef BLK_STS_INVAL
@@ -292,16 +295,6 @@ static inline void tmem_hrtimer_setup(struct hrtimer *timer,
 	timer->function = function;
 #else
 	hrtimer_setup(timer, function, CLOCK_MONOTONIC, mode);
-#endif
-}
-
-/* Returns whether the kernel calls tmem_put_end() after puts, as the patches of intree/ do. */
-static inline bool tmem_has_put_end(void)
-{
-#ifdef TMEM_INTREE
-	return true;
-#else
-	return false;
 #endif
 }
 

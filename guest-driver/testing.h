@@ -40,7 +40,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
-extern unsigned int tmem_hold_submit, tmem_hold_fill;
+extern unsigned int tmem_hold_submit, tmem_hold_fill, tmem_hold_free;
 void tmem_hold(unsigned int *place);
 
 extern unsigned long tmem_test_index_bytes;
@@ -117,7 +117,8 @@ enum tmem_block_check {
 	TMEM_CHECK_BYTES,	/* the place of a segment is counted in bytes */
 	TMEM_CHECK_WHOLE,	/* only whole blocks are recorded and got */
 	TMEM_CHECK_VISIBLE,	/* disks with writes that are no bios have no area */
-	TMEM_CHECK_OWN_AREA,	/* a hint of another area leads to no put */
+	TMEM_CHECK_LEAVE,	/* a folio that may not be put loses its hints */
+	TMEM_CHECK_POLICY,	/* a policy holds for pages that were removed and not freed */
 	TMEM_CHECK_DIRTY,	/* a page that becomes dirty voids its record */
 	TMEM_CHECK_RESUME,	/* a guest that continues after a hibernation erases its records */
 	TMEM_CHECK_RENEW,	/* tables that replace others begin an interval of each area */

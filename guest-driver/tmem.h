@@ -98,8 +98,8 @@ unsigned long tmem_pool_pages(struct tmem_pool *pool);
 void tmem_pool_free(struct tmem_pool *pool);
 
 /*
- * A page that leaves the page cache. @copy is NULL until the page was read, and then points to a
- * copy, which stays valid until the processor enables interrupts.
+ * An evicted page. @copy is NULL until the page was read, and then points to a copy in the
+ * processor's scratch page, which stays valid until the task enables preemption.
  */
 struct tmem_evicted {
 	struct page *page;
@@ -109,8 +109,8 @@ struct tmem_evicted {
 };
 
 /*
- * Copies an evicted page, and computes its checks. The caller has disabled interrupts. Returns
- * false if there is no device, or if the page has a memory error.
+ * Copies an evicted page, and computes its checks. The caller is in no interrupt, and has disabled
+ * preemption. Returns false if there is no device, or if the page has a memory error.
  */
 bool tmem_evicted_read(struct tmem_evicted *evicted);
 
@@ -127,9 +127,8 @@ bool tmem_evicted_read(struct tmem_evicted *evicted);
 bool tmem_put(const struct tmem_key *key, pgoff_t index, const struct tmem_evicted *evicted,
 	      bool workingset);
 /*
- * Sends batches that puts have filled. A kernel for which tmem_has_put_end() is true calls it after
- * the puts, when it has released the i_pages lock. Any context but NMI. If no batch is full, the
- * call costs one load.
+ * Sends batches that puts have filled. The caller of tmem_put() calls it afterwards, without locks
+ * of the driver. Any context but NMI. If no batch is full, the call costs one load.
  */
 void tmem_put_end(void);
 

@@ -2,7 +2,7 @@
 /*
  * Put rings of the request queues, which keep each page from its put until the host has answered.
  *
- * A put happens under the page cache's lock with interrupts off. So it only copies the page to a
+ * A put happens under the lock of a record with interrupts off. So it only copies the page to a
  * preallocated slot, which a get finds by the cookie. Until the host has answered, the only copy
  * is in the slot. The data stay valid until the slot is reserved again, so a get can copy recently
  * evicted pages without the host.
@@ -250,9 +250,9 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 
 /**
  * tmem_evicted_read() - copy a page to the processor's scratch page, and compute its checks
- * @evicted: the page, which leaves the page cache, and whose content does not change
+ * @evicted: the page
  *
- * Context: interrupts off.
+ * Context: no interrupt, preemption off.
  *
  * Return: false if there is no device, or if the page has a memory error.
  */
@@ -261,7 +261,7 @@ bool tmem_evicted_read(struct tmem_evicted *evicted)
 	struct tmem_dev *dev;
 	void *copy;
 
-	lockdep_assert_irqs_disabled();
+	lockdep_assert_preemption_disabled();
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
 	if (dev) {
@@ -278,7 +278,7 @@ bool tmem_evicted_read(struct tmem_evicted *evicted)
  * tmem_put() - offer a page that leaves the page cache
  * @key: object of its block
  * @index: place of the block in the object
- * @evicted: the page, which tmem_evicted_read() has read since interrupts were disabled
+ * @evicted: the page, which tmem_evicted_read() has read since preemption was disabled
  * @workingset: the page was used again after it was read in
  *
  * Context: any but NMI; never waits.

@@ -688,11 +688,9 @@ static void send_work_fn(struct irq_work *work)
 }
 
 /**
- * tmem_put_end() - send the full batches of puts, when the page cache's lock is released
+ * tmem_put_end() - send the full batches of puts, unless irq_work has an interrupt and does it
  *
- * Kernels whose irq_work has an interrupt need not call this function.
- *
- * Context: any but NMI, without locks of the core and i_pages.
+ * Context: any but NMI, without locks of the core and the records.
  */
 void tmem_put_end(void)
 {

@@ -65,13 +65,13 @@ u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);
  */
 static inline u64 tmem_stat_eligible(void)
 {
-	return tmem_stat_sum(TMEM_STAT_refs, TMEM_STAT_puts_skipped_large);
+	return tmem_stat_sum(TMEM_STAT_refs, TMEM_STAT_puts_dropped_cookies);
 }
 
 /* Returns the number of eligible pages that the put ring did not accept. */
 static inline u64 tmem_stat_not_accepted(void)
 {
-	return tmem_stat_sum(TMEM_STAT_puts_dropped_pool, TMEM_STAT_puts_skipped_large);
+	return tmem_stat_sum(TMEM_STAT_puts_dropped_pool, TMEM_STAT_puts_dropped_cookies);
 }
 
 /*

@@ -6,8 +6,9 @@
 
 /*
  * The counters from here to retained_changed are of evicted pages of regular files of served file
- * systems. The hook counts each page once: as accepted into the put ring, or by the reason why it
- * was not accepted. stats.h sums up the first four groups, so their order matters.
+ * systems. The hooks count a page once: as accepted into the put ring, or by the reason why it was
+ * not accepted. A page that a function without a hook frees has no counter. stats.h sums up the
+ * first four groups, so their order matters.
  *
  * refs: eligible pages that the host had retained and that had not changed. The driver sends a
  * reference (REF) for them and no copy.
@@ -23,7 +24,6 @@ TMEM_STAT(puts_dropped_ring_full)
 TMEM_STAT(puts_dropped_index_full)
 TMEM_STAT(puts_dropped_nomem)
 TMEM_STAT(puts_dropped_cookies)
-TMEM_STAT(puts_skipped_large)
 
 /*
  * Pages that the put ring accepted and that were lost afterwards, other than by the host's

@@ -129,20 +129,17 @@ static inline void wake_feeder(struct tmem_queue *queue)
 
 /*
  * Requests a call of tmem_send() for a queue with a full batch. A put cannot make the call itself,
- * because it holds the page cache's lock and a request may cost a microsecond. An irq_work runs
- * when the lock is released and interrupts are on. If irq_work has to wait for the tick, a kernel
- * that calls tmem_put_end() sends the batch there; otherwise the feeder sends it.
+ * because it holds the lock of its record and a request may cost a microsecond. An irq_work runs
+ * when the lock is released and interrupts are on. If irq_work has to wait for the tick,
+ * tmem_put_end() sends the batch.
  */
 static inline void request_send(struct tmem_queue *queue)
 {
 	if (arch_irq_work_has_interrupt()) {
 		if (!irq_work_is_pending(&queue->send_work))
 			irq_work_queue(&queue->send_work);
-	} else if (tmem_has_put_end()) {
-		if (!test_bit(queue->nr, &queue->dev->full))
-			set_bit(queue->nr, &queue->dev->full);
-	} else {
-		wake_feeder(queue);
+	} else if (!test_bit(queue->nr, &queue->dev->full)) {
+		set_bit(queue->nr, &queue->dev->full);
 	}
 }
 

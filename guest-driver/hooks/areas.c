@@ -73,6 +73,26 @@ const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sect
 }
 
 /**
+ * tmem_area_of() - find the area that contains a block
+ * @block: number of the block
+ *
+ * Context: any; the caller holds the RCU read lock while it uses the result.
+ * Return: the area, or NULL.
+ */
+const struct tmem_area *tmem_area_of(u32 block)
+{
+	const struct tmem_area *area;
+	unsigned int i;
+
+	for (i = 0; i < TMEM_FS_MAX; i++) {
+		area = rcu_dereference(areas[i]);
+		if (area && block - area->first < area->nr)
+			return area;
+	}
+	return NULL;
+}
+
+/**
  * tmem_area_serves() - check whether a disk has an area
  * @disk: the disk
  *

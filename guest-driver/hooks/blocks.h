@@ -54,10 +54,13 @@ unsigned int tmem_record_long_write(u32 first, u32 last);
 void tmem_record_long_end(unsigned int nr);
 u32 tmem_record_get(u32 block);
 bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool verify);
-enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
+enum tmem_verdict tmem_record_compare(u32 block, const struct tmem_evicted *evicted,
 				      void (*put)(u32 block, void *arg), void *arg);
 void tmem_record_dirty(struct folio *folio);
-void tmem_record_forget(struct folio *folio);
+unsigned long tmem_record_leave(struct folio *folio, bool may_put);
+bool tmem_record_may_put(const struct page *page);
+u32 tmem_record_free(const struct page *page);
+void tmem_record_forbid(void);
 void tmem_record_move(struct folio *to, struct folio *from);
 void tmem_records_follow_ram(void (*renew)(void));
 
@@ -91,6 +94,7 @@ static inline bool tmem_area_works(const struct tmem_area *area)
 }
 
 const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sector, sector_t nr);
+const struct tmem_area *tmem_area_of(u32 block);
 bool tmem_area_serves(const struct gendisk *disk);
 u32 tmem_area_epoch(const struct gendisk *disk, sector_t start);
 void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep);

@@ -17,7 +17,7 @@
 
 #include "../compat.h"
 #include "../virtio_tmem_ioctl.h"
-#include "hooks.h"
+#include "blocks.h"
 
 static int file_get(struct tmem_pool *pool, const struct inode *inode,
 		    struct virtio_tmem_file *req)
@@ -40,14 +40,18 @@ static int file_set(struct tmem_pool *pool, const struct inode *inode, u32 polic
 		if (tmem_policy_never(pool, inode->i_ino, inode->i_generation))
 			return 0;
 		err = tmem_policy_forbid(pool, inode->i_ino, inode->i_generation);
+		if (err)
+			return err;
+		/* Pages that left the page cache before the policy may be freed later. */
+		if (!TMEM_WITHOUT(POLICY))
+			tmem_record_forbid();
 		/*
 		 * Which blocks belong to the file is not known, so all pages are dropped. The
 		 * policy is set before: the pool takes puts again only when puts that may have
 		 * missed the policy have ended (create_one()).
 		 */
-		if (!err)
-			tmem_pool_empty(pool);
-		return err;
+		tmem_pool_empty(pool);
+		return 0;
 	default:
 		return -EINVAL;
 	}

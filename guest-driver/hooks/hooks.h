@@ -23,7 +23,8 @@
 
 /* Bits of the mask that tmem_core_set_hooks() gets. tmem_hook_names[] has the names. */
 enum tmem_hook {
-	TMEM_HOOK_REMOVED,	/* tracepoint: page leaves the page cache; also makes puts */
+	TMEM_HOOK_REMOVED,	/* tracepoint: page leaves the page cache */
+	TMEM_HOOK_FREE,		/* free_unref_folios(): makes puts */
 	TMEM_HOOK_DIRTY,	/* tracepoint: page made dirty */
 	TMEM_HOOK_BIO,		/* submit_bio() */
 	TMEM_HOOK_MOUNT,	/* security_sb_set_mnt_opts() */
@@ -88,11 +89,12 @@ void tmem_users_wait(const long __percpu *users);
 /*
  * Record of the hooks during the self-test: the hooked functions that a task entered (calls), how
  * often the tracepoints reported folios of the test's mapping, and the page index of the last folio
- * that became dirty.
+ * that became dirty. freed counts how often a folio was freed that reclaim had removed.
  */
 struct tmem_seen {
 	unsigned long calls;		/* bits of enum tmem_hook */
-	atomic_t reclaimed, removed, dirty;
+	atomic_t reclaimed, removed, dirty, freed;
+	const struct folio *evicted;	/* the last one that was reclaimed; only compared */
 	pgoff_t dirty_index;
 };
 
@@ -104,6 +106,7 @@ extern struct tmem_seen tmem_seen;
  */
 extern struct address_space *tmem_selftest_mapping;
 void tmem_selftest_saw_removed(const struct folio *folio);
+void tmem_selftest_saw_freed(const struct folio *folio);
 void tmem_selftest_saw_dirty(const struct folio *folio);
 void tmem_selftest_saw_call(enum tmem_hook hook);
 
@@ -213,17 +216,14 @@ bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *
 
 /* --- put.c --------------------------------------------------------------------------------- */
 
-/*
- * Maximum number of pages of a folio that are put. Reclaim removes a folio with interrupts off, and
- * the puts of one folio may take 20 us of this time. A put of a page that is not in the processor's
- * cache takes up to 0.8 us there (docs/benchmarks/history.md). 32 pages are the default readahead
- * window.
- */
-#define TMEM_FOLIO_MAX_PAGES 32
-
 void tmem_probe_removed(void *data, struct folio *folio);
 void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping);
 void tmem_probe_added(void *data, struct folio *folio);
+unsigned int tmem_folio_freed(struct folio *folio, unsigned int most);
+
+/* --- free.c -------------------------------------------------------------------------------- */
+
+int tmem_free_add(void);
 
 /* --- tracepoints.c, or intree.c ------------------------------------------------------------ */
 

@@ -141,6 +141,8 @@ static int hooks_up(void)
 	err = tmem_vfs_add();
 	if (!err)
 		err = tmem_bio_add();
+	if (!err)
+		err = tmem_free_add();
 	if (err)
 		return err;
 	why = tmem_selftest_add();

@@ -12,8 +12,8 @@
 
 #include "blocks.h"
 
-/* Maximum number of targets: mm and VFS 7, bios 1, self-test 1. */
-#define TMEM_TARGETS_MAX 9
+/* Maximum number of targets: mm and VFS 8, bios 1, self-test 1. */
+#define TMEM_TARGETS_MAX 10
 
 DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
 EXPORT_SYMBOL_GPL(tmem_hooks_key);
@@ -102,13 +102,14 @@ void tmem_hook_removed(struct folio *folio)
 }
 
 /**
- * tmem_hook_reclaimed() - send full batches of puts after reclaim has removed a folio
+ * tmem_hook_free() - handle folios whose last reference is gone, before they are freed
+ * @folios: the folios
  *
- * Context: process, without the i_pages lock.
+ * Context: any but NMI; does not sleep.
  */
-void tmem_hook_reclaimed(void)
+void tmem_hook_free(struct folio_batch *folios)
 {
-	tmem_put_end();
+	hook_enter(TMEM_HOOK_FREE, ARGS(ARG(folios)));
 }
 
 /**

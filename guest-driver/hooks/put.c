@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Probes of the page cache. The driver puts a page that reclaim removes, if its bytes equal the
- * record of its disk block (records.c). A page that is made dirty voids the record of its last
- * write.
+ * Probes of the page cache, and puts. The driver puts a page that reclaim evicts, if its bytes
+ * equal the record of its disk block (records.c). A page that is made dirty voids the record of its
+ * last write.
  *
- * Both probes run under the i_pages lock with interrupts off, while mapping, index and contents are
- * valid. So nothing here may wait.
+ * A put has two steps, because it copies a page, and a folio may have 512 of them:
+ * - When a folio leaves the page cache, its mapping is valid, but the i_pages lock is held and
+ *   interrupts are off. The probe only decides whether the pages may be put, and marks them.
+ * - When the kernel frees the folio (free.c), interrupts are on, and nobody has a reference or a
+ *   TLB entry any more. The driver puts the marked pages.
+ *
+ * Coherence does not depend on the first step: if the copy of any page has the bytes of a record
+ * that is true now, the put is right.
  */
 #include <linux/mm.h>
 #include <linux/page-flags.h>
@@ -33,9 +39,55 @@ static bool folio_ok(struct folio *folio)
 	       !(folio_test_large(folio) && folio_test_has_hwpoisoned(folio));
 }
 
+/*
+ * Returns whether the pages of a folio that leaves the page cache may be put. Counts them if not.
+ *
+ * Only reclaim sets the reference count to 0 before it removes a folio. Other code that removes a
+ * folio holds a reference.
+ */
+static bool may_put(struct tmem_fs *fs, const struct inode *inode, struct folio *folio)
+{
+	enum tmem_stat why;
+
+	if (folio_ref_count(folio) || tmem_fadvise_covers(folio->mapping, folio->index))
+		return false;
+	if (!READ_ONCE(tmem_hooks_on) || !tmem_online())
+		why = TMEM_STAT_puts_skipped_offline;
+	else if (tmem_fs_inode_secret(inode))
+		why = TMEM_STAT_puts_skipped_inode;
+	else if (tmem_policy_never(fs->pool, inode->i_ino, inode->i_generation))
+		why = TMEM_STAT_puts_dropped_policy;
+	else if (!folio_ok(folio))
+		why = TMEM_STAT_puts_skipped_folio;
+	else if (!READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool))
+		why = TMEM_STAT_puts_skipped_off;
+	else
+		return true;
+	tmem_count_n(why, folio_nr_pages(folio));
+	return false;
+}
+
+/* Marks the pages of a folio that leaves the page cache, if they may be put. */
+static void leave(struct tmem_fs *fs, const struct inode *inode, struct folio *folio)
+{
+	unsigned long none;
+
+	if (!may_put(fs, inode, folio)) {
+		tmem_record_leave(folio, TMEM_WITHOUT(LEAVE));
+		return;
+	}
+	/* Before the folio is freed, the kernel clears the flag "active", but not this one. */
+	if (folio_test_active(folio))
+		folio_set_workingset(folio);
+	none = folio_nr_pages(folio) - tmem_record_leave(folio, true);
+	tmem_count_n(TMEM_STAT_blocks_puts_none, none);
+	tmem_count_n(TMEM_STAT_puts_skipped_block, none);
+}
+
 /* Arguments and result of put_block() for one page. */
 struct block_put {
-	struct tmem_fs *fs;
+	struct tmem_pool *pool;
+	u32 first;			/* first block of the mount */
 	struct tmem_evicted evicted;
 	bool workingset, taken;
 };
@@ -43,66 +95,98 @@ struct block_put {
 static void put_block(u32 block, void *arg)
 {
 	struct block_put *put = arg;
-	const struct tmem_area *area = put->fs->area;
 	struct tmem_key key;
 	pgoff_t index;
 
-	/* A wrong hint may name a block of another mount. */
-	if (block - area->first >= area->nr && !TMEM_WITHOUT(OWN_AREA))
-		return;
-	index = tmem_block_key(&key, put->fs->pool, block - area->first);
+	index = tmem_block_key(&key, put->pool, block - put->first);
 	put->taken = tmem_put(&key, index, &put->evicted, put->workingset);
 }
 
 /*
- * Puts the pages of a folio whose bytes equal the records of their blocks. It copies
- * TMEM_FOLIO_MAX_PAGES at most, because interrupts are off.
+ * Puts a marked page if its bytes equal the record of the block of its hint. The mount is the one
+ * that has the block now. So a put is right even if the hint was wrong, or if the mount has changed
+ * since the page left the page cache.
  */
-static void put_blocks(struct tmem_fs *fs, const struct inode *inode, struct folio *folio)
+static void put_marked(struct page *page, bool workingset)
 {
-	unsigned long all = folio_nr_pages(folio), taken = 0, i;
-	unsigned long nr = min_t(unsigned long, all, TMEM_FOLIO_MAX_PAGES);
-	struct block_put put = { .fs = fs, .workingset = tmem_folio_used_again(folio) };
+	struct block_put put = { .evicted = { .page = page }, .workingset = workingset };
+	const struct tmem_area *area;
+	struct tmem_fs *fs;
+	bool equal = false;
+	u32 block;
 
-	if (!READ_ONCE(tmem_hooks_on) || !tmem_online()) {
-		tmem_count_n(TMEM_STAT_puts_skipped_offline, all);
-		return;
+	rcu_read_lock();
+	block = tmem_record_free(page);
+	if (!block)
+		goto out;
+	area = tmem_area_of(block);
+	fs = area ? tmem_fs_find(area->sb) : NULL;
+	if (!fs || !READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool)) {
+		tmem_count(TMEM_STAT_puts_skipped_off);
+		goto out;
 	}
-	if (tmem_fs_inode_secret(inode)) {
-		tmem_count_n(TMEM_STAT_puts_skipped_inode, all);
-		return;
-	}
-	if (tmem_policy_never(fs->pool, inode->i_ino, inode->i_generation)) {
-		tmem_count_n(TMEM_STAT_puts_dropped_policy, all);
-		return;
-	}
-	if (!folio_ok(folio)) {
-		tmem_count_n(TMEM_STAT_puts_skipped_folio, all);
-		return;
-	}
-	if (!READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool)) {
-		tmem_count_n(TMEM_STAT_puts_skipped_off, all);
-		return;
-	}
-	tmem_count_n(TMEM_STAT_puts_skipped_large, all - nr);
-	for (i = 0; i < nr; i++) {
-		if (i + 1 < nr)
-			prefetch_range(page_address(folio_page(folio, i + 1)), PREFETCH_BYTES);
-		put.evicted = (struct tmem_evicted){ .page = folio_page(folio, i) };
-		put.taken = false;
-		if (tmem_record_compare(&put.evicted, put_block, &put) != TMEM_VERDICT_EQUAL)
-			tmem_count(put.evicted.error ? TMEM_STAT_puts_dropped_memory_error :
-				   TMEM_STAT_puts_skipped_block);
-		taken += put.taken;
-	}
-	this_cpu_add(fs->cpu->puts, taken);
+	put.pool = fs->pool;
+	put.first = area->first;
+	/* The copy is in the scratch page of this processor, which interrupts do not use. */
+	preempt_disable();
+	if (tmem_evicted_read(&put.evicted))
+		equal = tmem_record_compare(block, &put.evicted, put_block, &put) ==
+			TMEM_VERDICT_EQUAL;
+	preempt_enable();
+	if (!equal)
+		tmem_count(put.evicted.error ? TMEM_STAT_puts_dropped_memory_error :
+			   TMEM_STAT_puts_skipped_block);
+	if (put.taken)
+		this_cpu_inc(fs->cpu->puts);
 	/* A retained page had changed, so the pool is to be emptied. */
-	if (unlikely(taken < nr && tmem_pool_is_wrong(fs->pool)))
+	else if (unlikely(tmem_pool_is_wrong(fs->pool)))
 		tmem_fs_flush(fs);
+out:
+	rcu_read_unlock();
 }
 
 /**
- * tmem_probe_removed() - put the pages of a folio that reclaim evicts
+ * tmem_folio_freed() - put the marked pages of a folio that is being freed
+ * @folio: the folio, to which nobody has a reference
+ * @most: number of pages that may be put; the others are counted as dropped
+ *
+ * Context: process, maybe with locks or with interrupts off; does not sleep.
+ * Return: number of pages that may still be put, of @most.
+ */
+unsigned int tmem_folio_freed(struct folio *folio, unsigned int most)
+{
+	unsigned int i, nr = folio_nr_pages(folio);
+	struct page *page;
+	bool workingset;
+
+	if (unlikely(READ_ONCE(tmem_selftest_mapping)))
+		tmem_selftest_saw_freed(folio);
+	/* Pages of processes still have a mapping. */
+	if (folio->mapping || !folio_ok(folio))
+		return most;
+	workingset = tmem_folio_used_again(folio);
+	for (i = 0; i < nr; i++) {
+		page = folio_page(folio, i);
+		if (!tmem_record_may_put(page))
+			continue;
+		/* The mark stays, and does no harm: if the page is freed again, it is compared. */
+		if (!most) {
+			tmem_count(TMEM_STAT_puts_dropped_ring_full);
+			continue;
+		}
+		most--;
+		if (i + 1 < nr)
+			prefetch_range(page_address(page + 1), PREFETCH_BYTES);
+		if (preemptible())
+			TMEM_HOLD(free);
+		put_marked(page, workingset);
+		tmem_put_end();
+	}
+	return most;
+}
+
+/**
+ * tmem_probe_removed() - decide whether the pages of a folio may be put when it is freed
  * @data: unused
  * @folio: the folio, which leaves the page cache
  *
@@ -124,20 +208,14 @@ void tmem_probe_removed(void *data, struct folio *folio)
 
 	rcu_read_lock();
 	fs = tmem_fs_find(inode->i_sb);
-	if (!fs) {
+	if (fs) {
+		leave(fs, inode, folio);
+		if (mapping_exiting(mapping) && !inode->i_nlink)
+			tmem_policy_forget(fs->pool, inode->i_ino);
+	} else {
+		tmem_record_leave(folio, false);
 		tmem_fs_note(inode->i_sb);
-		goto out;
 	}
-	/*
-	 * Only reclaim sets the reference count to 0 before it removes a folio. Other code that
-	 * removes a folio holds a reference.
-	 */
-	if (!folio_ref_count(folio) && !tmem_fadvise_covers(mapping, folio->index))
-		put_blocks(fs, inode, folio);
-	tmem_record_forget(folio);
-	if (mapping_exiting(mapping) && !inode->i_nlink)
-		tmem_policy_forget(fs->pool, inode->i_ino);
-out:
 	rcu_read_unlock();
 }
 

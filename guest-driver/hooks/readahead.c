@@ -2,10 +2,11 @@
 /*
  * Hook of page_cache_ra_order(), which allocates the folios of a readahead window.
  *
- * The driver puts the first TMEM_FOLIO_MAX_PAGES pages of a folio only. Since Linux 6.17, each
- * window of a stream has folios of four times the size, up to 2 MiB if the windows are as large. So
- * 85 % of the pages of a file that is read in windows of 8 MiB would be lost. This hook limits the
- * order of the window whose folios are about to be allocated.
+ * Reclaim frees up to 31 folios at a time, whose pages must find space in the put ring, because
+ * kswapd waits for the host only between these batches. Since Linux 6.17, each window of a stream
+ * has folios of four times the size, up to 2 MiB if the windows are as large. This hook limits the
+ * order of the window whose folios are about to be allocated. So a batch has less than 1,024 pages
+ * of a stream.
  *
  * A stream never reaches the order of a huge page then. If an open file already has that order, the
  * application has requested huge pages (MADV_HUGEPAGE), and the order stays.
@@ -16,7 +17,6 @@
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/fs.h>
-#include <linux/log2.h>
 #include <linux/pagemap.h>
 
 #include "../compat.h"
@@ -24,21 +24,24 @@
 
 #if TMEM_HAS_RA_ORDER
 
+/* Order of folios of 32 pages, which is the default readahead window. */
+#define READAHEAD_ORDER_MAX	5
+
 static void entry_ra_order(struct tmem_args *args)
 {
 	const struct readahead_control *rac = (void *)tmem_arg(args, 0);
 	struct file_ra_state *ra = (void *)tmem_arg(args, 1);
-	unsigned int most = ilog2(TMEM_FOLIO_MAX_PAGES), order = READ_ONCE(ra->order);
+	unsigned int order = READ_ONCE(ra->order);
 
-	if (order > most && order < PMD_SHIFT - PAGE_SHIFT &&
+	if (order > READAHEAD_ORDER_MAX && order < PMD_SHIFT - PAGE_SHIFT &&
 	    tmem_fs_serves(rac->mapping->host->i_sb))
-		WRITE_ONCE(ra->order, most);
+		WRITE_ONCE(ra->order, READAHEAD_ORDER_MAX);
 }
 
 /**
  * tmem_readahead_add() - hook readahead
  *
- * Coherence does not depend on this hook. Without it, fewer pages of large folios are put.
+ * Coherence does not depend on this hook. Without it, the put ring takes fewer pages of streams.
  */
 void tmem_readahead_add(void)
 {
@@ -49,8 +52,8 @@ void tmem_readahead_add(void)
 	int err = tmem_target_add_name("page_cache_ra_order", &target);
 
 	if (err)
-		pr_info("cannot hook page_cache_ra_order: error %d; only the first %d pages of large folios are put\n",
-			err, TMEM_FOLIO_MAX_PAGES);
+		pr_info("cannot hook page_cache_ra_order: error %d; fewer pages of large folios are put\n",
+			err);
 }
 
 #else

@@ -17,7 +17,8 @@
  * when its page becomes dirty after a write.
  *
  * The hint of a page is the block of its last transfer. Hints are in a table by page frame number,
- * and move with their page. A page that was freed or used again has a wrong hint or none.
+ * and move with their page. A page that was freed or used again has a wrong hint or none. A bitmap
+ * has the pages that have left the page cache, and may be put when they are freed (put.c).
  */
 #include <linux/hash.h>
 #include <linux/log2.h>
@@ -73,6 +74,7 @@ struct tables {
 	unsigned long nr_hints;
 	struct record_set *sets;
 	u32 *hints;
+	unsigned long *removed;		/* pages that may be put when they are freed */
 };
 
 /* Read under RCU. A task that uses a record reads in the same RCU section that they are open. */
@@ -552,51 +554,45 @@ out:
 }
 
 /**
- * tmem_record_compare() - compare an evicted page with the record of its block
- * @evicted: the page, which nobody can write to any more
+ * tmem_record_compare() - compare an evicted page with the record of a block
+ * @block: the block
+ * @evicted: the page, which tmem_evicted_read() has read
  * @put: called if the bytes are equal, with the block and @arg
  * @arg: argument of @put
  *
  * The record stays true while @put runs: a write of the block begins after it. The record is then
- * deleted, because the page leaves the page cache.
+ * deleted, because the page has left the page cache.
  *
- * Context: interrupts off.
  * Return: the result, which is counted, too.
  */
-enum tmem_verdict tmem_record_compare(struct tmem_evicted *evicted,
+enum tmem_verdict tmem_record_compare(u32 block, const struct tmem_evicted *evicted,
 				      void (*put)(u32 block, void *arg), void *arg)
 {
 	enum tmem_verdict verdict = TMEM_VERDICT_NONE;
-	struct record_set *set = NULL;
+	struct record_set *set;
 	struct record *record;
 	unsigned long flags;
-	u32 *hint, block;
 
-	rcu_read_lock();
-	hint = hint_of(evicted->page);
-	block = hint ? xchg(hint, 0) : 0;
-	if (block && tmem_evicted_read(evicted))
-		set = open_set(block, &flags);
-	if (set) {
-		record = find(set, block);
-		/*
-		 * While a write may be in flight, the record may be older than the block. So no
-		 * block has an index entry from the begin of a write to its end.
-		 */
-		if (record && record->state != RECORD_NONE &&
-		    (!is_written(block) || TMEM_WITHOUT(IN_FLIGHT))) {
-			verdict = record->check == evicted->checks.check64 ||
-				  TMEM_WITHOUT(EQUAL) ? TMEM_VERDICT_EQUAL :
-							TMEM_VERDICT_OTHER;
-			if (verdict == TMEM_VERDICT_EQUAL) {
-				put(block, arg);
-				/* Leave the place to the record of a page that is still cached. */
-				record->block = 0;
-			}
+	set = open_set(block, &flags);
+	if (!set)
+		goto out;
+	record = find(set, block);
+	/*
+	 * While a write may be in flight, the record may be older than the block. So no block has
+	 * an index entry from the begin of a write to its end.
+	 */
+	if (record && record->state != RECORD_NONE &&
+	    (!is_written(block) || TMEM_WITHOUT(IN_FLIGHT))) {
+		verdict = record->check == evicted->checks.check64 || TMEM_WITHOUT(EQUAL) ?
+			  TMEM_VERDICT_EQUAL : TMEM_VERDICT_OTHER;
+		if (verdict == TMEM_VERDICT_EQUAL) {
+			put(block, arg);
+			/* Leave the place to the record of a page that is still cached. */
+			record->block = 0;
 		}
-		unlock_set(set, flags);
 	}
-	rcu_read_unlock();
+	unlock_set(set, flags);
+out:
 	tmem_count(TMEM_STAT_blocks_puts_equal + verdict);
 	return verdict;
 }
@@ -632,20 +628,83 @@ void tmem_record_dirty(struct folio *folio)
 }
 
 /**
- * tmem_record_forget() - forget which blocks belong to a folio that leaves the page cache
+ * tmem_record_leave() - note that a folio leaves the page cache
  * @folio: the folio
+ * @may_put: its pages may be put when they are freed; otherwise they lose their hints
+ *
+ * Return: number of pages that had a hint.
  */
-void tmem_record_forget(struct folio *folio)
+unsigned long tmem_record_leave(struct folio *folio, bool may_put)
 {
-	unsigned long i, nr = folio_nr_pages(folio);
+	unsigned long i, nr = folio_nr_pages(folio), hints = 0;
 	u32 *hint;
 
 	rcu_read_lock();
 	for (i = 0; i < nr; i++) {
 		hint = hint_of(folio_page(folio, i));
-		if (hint && READ_ONCE(*hint))
+		if (!hint || !READ_ONCE(*hint))
+			continue;
+		hints++;
+		if (may_put)
+			set_bit(folio_pfn(folio) + i, rcu_dereference(tables)->removed);
+		else
 			WRITE_ONCE(*hint, 0);
 	}
+	rcu_read_unlock();
+	return hints;
+}
+
+/**
+ * tmem_record_may_put() - find out whether a page that is being freed may be put
+ * @page: the page
+ *
+ * Return: true if it may.
+ */
+bool tmem_record_may_put(const struct page *page)
+{
+	bool may_put;
+
+	rcu_read_lock();
+	may_put = hint_of(page) && test_bit(page_to_pfn(page), rcu_dereference(tables)->removed);
+	rcu_read_unlock();
+	return may_put;
+}
+
+/**
+ * tmem_record_free() - return the block of a page that is being freed
+ * @page: the page, which loses its hint
+ *
+ * Context: any but NMI; the caller holds the RCU read lock until it has put the page.
+ * Return: the block of its hint, or 0 if the page may not be put.
+ */
+u32 tmem_record_free(const struct page *page)
+{
+	u32 *hint = hint_of(page), block;
+
+	if (!hint || !test_and_clear_bit(page_to_pfn(page), rcu_dereference(tables)->removed))
+		return 0;
+	block = READ_ONCE(*hint);
+	WRITE_ONCE(*hint, 0);
+	return block;
+}
+
+/**
+ * tmem_record_forbid() - put no page that has left the page cache so far
+ *
+ * The caller has made sure that further pages of a file are not marked. It waits for puts that have
+ * begun when the function returns.
+ *
+ * Context: process, sleeps.
+ */
+void tmem_record_forbid(void)
+{
+	const struct tables *t;
+
+	/* Wait for tmem_record_leave(). */
+	synchronize_rcu_expedited();
+	rcu_read_lock();
+	t = rcu_dereference(tables);
+	bitmap_zero(t->removed, t->nr_hints);
 	rcu_read_unlock();
 }
 
@@ -676,6 +735,7 @@ static void tables_free(struct tables *t)
 		return;
 	vfree(t->sets);
 	vfree(t->hints);
+	vfree(t->removed);
 	kfree(t);
 }
 
@@ -709,7 +769,8 @@ static struct tables *tables_new(void)
 	*t = sizes();
 	t->sets = table_alloc(BIT(t->set_bits), sizeof(*t->sets));
 	t->hints = table_alloc(t->nr_hints, sizeof(*t->hints));
-	if (!t->sets || !t->hints) {
+	t->removed = table_alloc(BITS_TO_LONGS(t->nr_hints), sizeof(*t->removed));
+	if (!t->sets || !t->hints || !t->removed) {
 		tables_free(t);
 		return NULL;
 	}
@@ -767,7 +828,7 @@ void tmem_records_follow_ram(void (*renew)(void))
  * tmem_records_init() - make the tables of records and hints
  *
  * The tables take 18 to 37 bytes for each page of RAM, depending on how far the sizes are rounded
- * up to a power of two, and 4 bytes for each page frame number. The counters of writes take up to 1
+ * up to a power of two, and 33 bits for each page frame number. The counters of writes take up to 1
  * byte for each page of RAM.
  *
  * Return: 0 or -ENOMEM.

@@ -21,10 +21,22 @@ void tmem_selftest_saw_removed(const struct folio *folio)
 {
 	if (folio->index >= TMEM_SELFTEST_PAGES || tmem_selftest_blind(TMEM_HOOK_REMOVED))
 		return;
-	if (folio_ref_count(folio))
+	if (folio_ref_count(folio)) {
 		atomic_inc(&tmem_seen.removed);
-	else
+	} else {
 		atomic_inc(&tmem_seen.reclaimed);
+		WRITE_ONCE(tmem_seen.evicted, folio);
+	}
+}
+
+/**
+ * tmem_selftest_saw_freed() - record that a folio which left the test's mapping is being freed
+ * @folio: folio that the hook found
+ */
+void tmem_selftest_saw_freed(const struct folio *folio)
+{
+	if (folio == READ_ONCE(tmem_seen.evicted) && !tmem_selftest_blind(TMEM_HOOK_FREE))
+		atomic_inc(&tmem_seen.freed);
 }
 
 /**

@@ -120,6 +120,8 @@ static const char *selftest_mapping(struct inode *inode)
 	invalidate_mapping_pages(mapping, 0, -1);
 	if (!atomic_read(&tmem_seen.reclaimed))
 		return "tracepoint mm_filemap_delete_from_page_cache did not see reclaim";
+	if (!atomic_read(&tmem_seen.freed))
+		return "the hook of folios that are freed did not see a reclaimed folio";
 
 	/* Read pages into the page cache, so that invalidate_inode_pages2() can remove them. */
 	selftest_read(mapping);

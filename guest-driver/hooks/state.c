@@ -16,6 +16,7 @@ MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested
 
 const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_REMOVED] = "removed",
+	[TMEM_HOOK_FREE] = "free",
 	[TMEM_HOOK_DIRTY] = "dirty",
 	[TMEM_HOOK_BIO] = "bio",
 	[TMEM_HOOK_MOUNT] = "mount",

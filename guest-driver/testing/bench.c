@@ -33,18 +33,10 @@
 /* Number of puts in a sample: a quarter of a full batch. */
 #define BENCH_PUTS		16
 /*
- * Number of samples of the puts of a folio. It is smaller, because the host has to take all pages
- * of a folio before the next sample.
- */
-#define BENCH_FOLIO_SAMPLES	256
-/*
- * Number of pages that the puts of folios take in turn, in blocks of the largest folio. The pages
- * exceed the processor's second-level cache, as pages that reclaim evicts are usually not in the
- * cache.
+ * Number of pages that the puts of cold pages take in turn. They exceed the processor's
+ * second-level cache, as pages that reclaim evicts are usually not in the cache.
  */
 #define BENCH_COLD_PAGES	1024
-#define BENCH_FOLIO_ORDER_MAX	6
-#define BENCH_COLD_BLOCKS	(BENCH_COLD_PAGES >> BENCH_FOLIO_ORDER_MAX)
 /*
  * Maximum number of attempts at a put, 1 ms apart, while the ring is full or the host has no pool
  * yet.
@@ -52,11 +44,11 @@
 #define BENCH_RETRIES		10000
 /*
  * Objects of the index: one of which the host holds pages, one of which it holds none, and the one
- * to which the folios of the benchmark belong.
+ * of the puts of cold pages.
  */
 #define BENCH_OBJECT		12
 #define BENCH_OBJECT_NONE	13
-#define BENCH_OBJECT_FOLIO	14
+#define BENCH_OBJECT_COLD	14
 /* Every second page below this number is held. Look-ups of BENCH_MISS_FAR start at this number. */
 #define BENCH_HELD_END		4096
 
@@ -70,24 +62,19 @@ enum bench_kind {
 	BENCH_COPY,		/* copy_page() */
 	BENCH_COPY_CHECK,	/* copy of a put, which computes the content check */
 	BENCH_PUT,
-	/* puts of all pages of a folio, without enabling interrupts in between */
-	BENCH_FOLIO_1,
-	BENCH_FOLIO_4,
-	BENCH_FOLIO_16,
-	BENCH_FOLIO_32,
-	BENCH_FOLIO_64,
+	BENCH_PUT_COLD,		/* put of a page that is not in the processor's cache */
+	BENCH_PUT_OFF,		/* part of such a put during which interrupts are off */
 	NR_BENCH
 };
 
 static const char *const bench_name[NR_BENCH] = {
 	"empty", "xa_load", "miss_object", "miss_far", "miss_near", "copy", "copy_check", "put",
-	"folio_1", "folio_4", "folio_16", "folio_32", "folio_64",
+	"put_cold", "put_off",
 };
 
 /* Number of operations in one sample of each kind. */
 static const unsigned int bench_operations[NR_BENCH] = {
-	BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, 1, 1, 1,
-	1, 4, 16, 32, 64,
+	BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, 1, 1, 1, 1, 1,
 };
 
 static DEFINE_MUTEX(bench_lock);
@@ -98,8 +85,7 @@ struct bench {
 	unsigned long nr_pages;
 	struct tmem_key key;
 	struct page *from, *to;
-	struct page *cold[BENCH_COLD_BLOCKS];
-	unsigned int next_cold;
+	struct page *cold[BENCH_COLD_PAGES];
 	struct rnd_state rnd;
 	pgoff_t index[BENCH_LOOKUPS];
 	u64 next_put;
@@ -197,34 +183,34 @@ static int bench_puts(struct bench *bench, unsigned int at)
 }
 
 /*
- * Puts the pages of a folio, without the records of their blocks. If the ring does not take all
- * pages, the function puts the whole folio again.
+ * Puts a page that is not in the processor's cache, without the record of its block. If the ring
+ * does not take the page, the function puts it again.
  */
-static int bench_folio(struct bench *bench, enum bench_kind kind, unsigned int at)
+static int bench_cold(struct bench *bench, unsigned int at)
 {
-	unsigned int pages = bench_operations[kind], taken, i, retries = BENCH_RETRIES;
-	struct tmem_evicted evicted;
+	struct page *page = bench->cold[at % BENCH_COLD_PAGES];
+	unsigned int retries = BENCH_RETRIES;
 	struct tmem_key key = bench->key;
-	struct page *page;
+	struct tmem_evicted evicted;
 	unsigned long flags;
-	u64 begin;
+	u64 t[3];
+	bool put;
 
-	key.object = BENCH_OBJECT_FOLIO;
+	key.object = BENCH_OBJECT_COLD;
 	do {
-		page = bench->cold[bench->next_cold >> BENCH_FOLIO_ORDER_MAX] +
-		       bench->next_cold % BIT(BENCH_FOLIO_ORDER_MAX);
+		evicted = (struct tmem_evicted){ .page = page };
+		/* The driver leaves interrupts on during the first step. */
 		local_irq_save(flags);
-		begin = bench_ticks();
-		for (i = 0, taken = 0; i < pages; i++) {
-			evicted = (struct tmem_evicted){ .page = page + i };
-			taken += tmem_evicted_read(&evicted) &&
-				 tmem_put(&key, bench->next_cold + i, &evicted, false);
-		}
-		bench->sample[kind][at] = bench_ticks() - begin;
+		t[0] = bench_ticks();
+		put = tmem_evicted_read(&evicted);
+		t[1] = bench_ticks();
+		put = put && tmem_put(&key, at, &evicted, false);
+		t[2] = bench_ticks();
 		local_irq_restore(flags);
 		tmem_put_end();
-		if (taken == pages) {
-			bench->next_cold = (bench->next_cold + pages) % BENCH_COLD_PAGES;
+		if (put) {
+			bench->sample[BENCH_PUT_COLD][at] = t[2] - t[0];
+			bench->sample[BENCH_PUT_OFF][at] = t[2] - t[1];
 			return 0;
 		}
 		fsleep(USEC_PER_MSEC);
@@ -241,7 +227,7 @@ static int bench_compare(const void *a, const void *b)
 
 static int bench_measure(struct bench *bench)
 {
-	unsigned int i, kind, samples;
+	unsigned int i, kind;
 	int err;
 
 	/* Fill the index before the measurement, so that all measured puts replace entries. */
@@ -258,20 +244,16 @@ static int bench_measure(struct bench *bench)
 	}
 	if (bench->found)
 		return -EBUSY;
-	for (kind = BENCH_FOLIO_1; kind < NR_BENCH; kind++) {
-		bench->next_cold = 0;
-		for (i = 0; i < BENCH_FOLIO_SAMPLES; i++) {
-			err = bench_folio(bench, kind, i);
-			if (err)
-				return err;
-			cond_resched();
-		}
+	for (i = 0; i < BENCH_SAMPLES; i++) {
+		err = bench_cold(bench, i);
+		if (err)
+			return err;
+		cond_resched();
 	}
 	for (kind = 0; kind < NR_BENCH; kind++) {
-		samples = kind < BENCH_FOLIO_1 ? BENCH_SAMPLES : BENCH_FOLIO_SAMPLES;
-		sort(bench->sample[kind], samples, sizeof(u64), bench_compare, NULL);
-		bench_median[kind] = bench->sample[kind][samples / 2];
-		bench_max[kind] = bench->sample[kind][samples - 1];
+		sort(bench->sample[kind], BENCH_SAMPLES, sizeof(u64), bench_compare, NULL);
+		bench_median[kind] = bench->sample[kind][BENCH_SAMPLES / 2];
+		bench_max[kind] = bench->sample[kind][BENCH_SAMPLES - 1];
 	}
 	return 0;
 }
@@ -293,8 +275,8 @@ static int bench_run(const char *path)
 		if (!bench->sample[i])
 			goto out;
 	}
-	for (i = 0; i < BENCH_COLD_BLOCKS; i++) {
-		bench->cold[i] = alloc_pages(GFP_KERNEL, BENCH_FOLIO_ORDER_MAX);
+	for (i = 0; i < BENCH_COLD_PAGES; i++) {
+		bench->cold[i] = alloc_page(GFP_KERNEL);
 		if (!bench->cold[i])
 			goto out;
 	}
@@ -310,9 +292,8 @@ static int bench_run(const char *path)
 	/* Use a fixed seed, because no result depends on the random numbers. */
 	prandom_seed_state(&bench->rnd, BENCH_OBJECT);
 	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
-	for (i = 0; i < BENCH_COLD_BLOCKS; i++)
-		prandom_bytes_state(&bench->rnd, page_address(bench->cold[i]),
-				    PAGE_SIZE << BENCH_FOLIO_ORDER_MAX);
+	for (i = 0; i < BENCH_COLD_PAGES; i++)
+		prandom_bytes_state(&bench->rnd, page_address(bench->cold[i]), PAGE_SIZE);
 	err = bench->nr_pages ? bench_measure(bench) : -EINVAL;
 	filp_close(file, NULL);
 out:
@@ -320,9 +301,9 @@ out:
 		tmem_pool_free(bench->key.pool);
 	for (i = 0; i < NR_BENCH; i++)
 		kvfree(bench->sample[i]);
-	for (i = 0; i < BENCH_COLD_BLOCKS; i++)
+	for (i = 0; i < BENCH_COLD_PAGES; i++)
 		if (bench->cold[i])
-			__free_pages(bench->cold[i], BENCH_FOLIO_ORDER_MAX);
+			__free_page(bench->cold[i]);
 	if (bench->from)
 		__free_page(bench->from);
 	if (bench->to)

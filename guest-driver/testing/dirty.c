@@ -39,7 +39,7 @@ static char try(struct page *page, int when)
 	void *bytes = kmap_local_page(page);
 	u64 check = tmem_check64_page(&tmem_keys, bytes);
 	struct tmem_evicted evicted = { .page = page };
-	enum tmem_verdict verdict;
+	enum tmem_verdict verdict = TMEM_VERDICT_NONE;
 	u32 seq;
 
 	kunmap_local(bytes);
@@ -57,9 +57,13 @@ static char try(struct page *page, int when)
 		tmem_record_dirty(folio);
 	}
 	ClearPageDirty(page);
-	local_irq_disable();
-	verdict = tmem_record_compare(&evicted, put, NULL);
-	local_irq_enable();
+	tmem_record_leave(folio, true);
+	rcu_read_lock();
+	preempt_disable();
+	if (tmem_evicted_read(&evicted))
+		verdict = tmem_record_compare(tmem_record_free(page), &evicted, put, NULL);
+	preempt_enable();
+	rcu_read_unlock();
 	tmem_record_erase(BLOCK, 1);
 	return verdict == TMEM_VERDICT_EQUAL ? 'p' : '-';
 }

@@ -85,7 +85,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every)
 }
 
 unsigned int tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
-unsigned int tmem_hold_submit, tmem_hold_fill;
+unsigned int tmem_hold_submit, tmem_hold_fill, tmem_hold_free;
 module_param_named(test_hold_feeder, tmem_hold_feeder, uint, 0644);
 MODULE_PARM_DESC(test_hold_feeder, "TEST: 1: stop the feeder thread when it is next woken; reads 2 while it waits; 0: let it continue");
 
@@ -97,6 +97,8 @@ module_param_named(test_hold_submit, tmem_hold_submit, uint, 0644);
 MODULE_PARM_DESC(test_hold_submit, "TEST: 1: stop the next process that writes to a served disk, after the blocks were erased and before the disk gets the write; reads 2 while it waits; 0: let it continue");
 module_param_named(test_hold_fill, tmem_hold_fill, uint, 0644);
 MODULE_PARM_DESC(test_hold_fill, "TEST: 1: stop the next read of held blocks before it looks at their records; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_free, tmem_hold_free, uint, 0644);
+MODULE_PARM_DESC(test_hold_free, "TEST: 1: stop the next task that frees a page which has left the page cache, before the page is put; reads 2 while it waits; 0: let it continue");
 
 /**
  * tmem_hold() - stop the calling task if a test requests it
@@ -176,7 +178,8 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_BYTES] = "bytes",
 	[TMEM_CHECK_WHOLE] = "whole",
 	[TMEM_CHECK_VISIBLE] = "visible",
-	[TMEM_CHECK_OWN_AREA] = "own_area",
+	[TMEM_CHECK_LEAVE] = "leave",
+	[TMEM_CHECK_POLICY] = "policy",
 	[TMEM_CHECK_DIRTY] = "dirty",
 	[TMEM_CHECK_RESUME] = "resume",
 	[TMEM_CHECK_RENEW] = "renew",

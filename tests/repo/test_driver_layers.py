@@ -38,13 +38,13 @@ core/sync
 core/transport
 hooks/state hooks/users hooks/seen hooks/bdev
 hooks/fs
-hooks/ftrace hooks/verify hooks/refuse hooks/mounts hooks/device hooks/records
-hooks/areas
+hooks/ftrace hooks/verify hooks/refuse hooks/mounts hooks/records
+hooks/areas hooks/device
 hooks/fill
 hooks/bio
 hooks/fadvise hooks/selftest
 hooks/put
-hooks/tracepoints
+hooks/tracepoints hooks/free
 hooks/discover
 hooks/vfs hooks/reclaim hooks/migrate hooks/readahead
 hooks/init

@@ -19,6 +19,9 @@ from test_driver_layers import code
 # that ftrace calls before a replacement.
 ROOTS = (
     "tmem_probe_removed",
+    "entry_free",
+    "entry_free_list",
+    "entry_free_large",
     "tmem_probe_dirty",
     "tmem_ftrace_func",
     "wrap_submit_bio",
@@ -44,6 +47,7 @@ RARE = {
     "expired": "the answer is late",
     "tmem_get_abandon": "the answer is late",
     "tmem_selftest_saw_removed": "the self-test runs",
+    "tmem_selftest_saw_freed": "the self-test runs",
     "tmem_selftest_saw_dirty": "the self-test runs",
     "tmem_selftest_saw_call": "the self-test runs",
 }
@@ -132,7 +136,12 @@ ALLOWED = {
     ("lock_set", "spin_lock_irqsave(&set->lock)"): "each page, of seven blocks",
     ("count_begin", "atomic_inc(writes_of(block))"): "each written page, of seven blocks",
     ("count_end", "atomic_dec(writes_of(block))"): "each written page, of seven blocks",
-    ("tmem_record_compare", "xchg(hint)"): "each evicted page, of this page",
+    ("tmem_record_leave", "set_bit(rcu_dereference(tables)->removed)"): "of 64 page frames",
+    (
+        "tmem_record_free",
+        "test_and_clear_bit(rcu_dereference(tables)->removed)",
+    ): "of 64 page frames",
+    ("tmem_put_end", "test_and_clear_bit(&dev->full)"): "each batch, if irq_work waits",
     ("erase_in_sets", "spin_lock_irqsave(&set->lock)"): "long discards",
     ("tmem_record_long_write", "atomic64_cmpxchg(&long_range[i])"): "each discard",
     ("tmem_record_long_end", "atomic64_set_release(&long_range[nr])"): "the same",

@@ -43,6 +43,7 @@ HOOKS = sum(
     HOOK_BITS[name]
     for name in (
         "removed",
+        "free",
         "dirty",
         "mount",
         "unmount",

@@ -7,8 +7,6 @@ the other types.
 
 from __future__ import annotations
 
-import hashlib
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from driver import (
     driver_vm,
     load,
     seed,
-    settle,
     start_daemon,
     stats,
     wait_state,
@@ -44,11 +41,6 @@ SCENARIOS = [
 ]  # fmt: skip
 SMALL = "--files=16 --size-max=524288"
 
-# Number of pages of the largest folio, and of its pages that the driver puts
-# (TMEM_FOLIO_MAX_PAGES).
-FOLIO_PAGES = 512
-FOLIO_PUT_MAX = 32
-
 # Kinds of random operations that soon find the fault of kernels whose FALLOC_FL_ZERO_RANGE is
 # wrong. On Linux 7.2, 6 of 8 runs of 6,000 operations found it.
 ZERO_ONLY = "read,write,zero,sync,truncate"
@@ -66,9 +58,11 @@ def boot(
     module: Path,
     name: str,
     parameters: str = "verify_every=0",
+    *,
+    memory_bytes: int = 320 << 20,
 ) -> Guest:
     fs = disk.find(name)
-    more: dict[str, Any] = {"cpus": 2, "memory_bytes": 320 << 20}
+    more: dict[str, Any] = {"cpus": 2, "memory_bytes": memory_bytes}
     if name != UNALIGNED:
         return driver_guest(session, kernel, module, parameters=parameters, fs=fs, **more)
     image = fs.make(session.directory / "data.img", DISK_BYTES)
@@ -185,33 +179,3 @@ def test_torture_omits_an_operation_that_the_stock_kernel_gets_wrong(
     assert done.status == 0
     left_out = "FALLOC_FL_ZERO_RANGE" in done.text
     assert wrong == [left_out, left_out]
-
-
-def test_at_most_32_pages_of_a_large_folio_are_put(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """At most 32 pages of a 2 MiB folio are put, with interrupts off. A counter has the others."""
-    if tuple(int(part) for part in kernel.series.split(".")) < (6, 6):
-        pytest.skip(f"Linux {kernel.series} writes to small folios")
-    guest = boot(session, kernel, module, "xfs")
-    # Each write creates one folio. Some may be smaller because memory is fragmented.
-    found = []
-    for number in range(8):
-        path = f"/mnt/large{number}"
-        content = random.Random(number).randbytes(FOLIO_PAGES * 4096)
-        guest.put("/tmp/content", content)
-        guest.sh(f"dd if=/tmp/content of={path} bs={len(content)} count=1 conv=fsync 2>/dev/null")
-        before = settle(guest)
-        guest.sh("echo 1 >/proc/sys/vm/drop_caches")
-        after = settle(guest)
-        put = after["puts"] - before["puts"]
-        left = after["puts_skipped_large"] - before["puts_skipped_large"]
-        found.append((put, left))
-        assert left == 0 or left % FOLIO_PUT_MAX == 0
-        held = after["index_pages"] - before["index_pages"]
-        assert held <= put
-        digest = guest.sh(f"sha256sum {path}").split()[0]
-        assert digest == hashlib.sha256(content).hexdigest()
-    print(found)
-    whole = (FOLIO_PUT_MAX, FOLIO_PAGES - FOLIO_PUT_MAX)
-    assert whole in found

@@ -25,6 +25,7 @@ BLIND = [
     ("test_hooks_off=selftest", "a function was not redirected"),
     ("test_selftest_blind=dirty", "writeback_dirty_folio"),
     ("test_selftest_blind=removed", "mm_filemap_delete_from_page_cache"),
+    ("test_selftest_blind=free", "folios that are freed"),
     ("test_selftest_blind=unmount", "generic_shutdown_super"),
 ]
 

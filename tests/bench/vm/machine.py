@@ -130,7 +130,7 @@ class Machine:
             if say:
                 say(number + 1)
         out = {name: statistics.median(values) for name, values in runs.items()}
-        for name in ("xa_load", "miss_far", "miss_near"):
+        for name in ("xa_load", "miss_object", "miss_far", "miss_near"):
             out[name] -= out["empty"]
         return out
 

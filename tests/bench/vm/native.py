@@ -78,8 +78,6 @@ PARAMETERS = "verify_every=0 retain=0"
 PARAMETERS_LATENCY = f"{PARAMETERS} deadline_ms=1000"
 HIT_SHARE_MIN = 0.99
 SIZES = {"4k": "page of 4 KiB", "128k": "window of 128 KiB"}
-FOLIO_PAGES = (1, 4, 16, 32, 64)
-FOLIO_PUT_MAX = 32  # TMEM_FOLIO_MAX_PAGES of the driver
 WHERE = {"get": "from the pool", "cached": "from the page cache", "disk": "from the disk"}
 COMMON = {"p50": 0.5, "p99": 0.99}
 PERCENTILES = {**COMMON, "p999": 0.999}
@@ -404,17 +402,25 @@ class Bench:
         daemon = self.daemon("put")
         machine = self.machine("put", daemon)
         repeat = self.times(REPEAT_MICRO)
-        self.progress.step(f"puts with interrupts off, {repeat} times")
+        self.progress.step(f"puts, {repeat} times")
         ticks = machine.micro(repeat, self.saying("puts", repeat))
         ns = {name: value / self.ticks_per_us * 1000 for name, value in ticks.items()}
         rows = [
             Row(
                 "put_ns_guest",
                 "time of the driver in a put of a page that is not in the processor's cache",
-                ns["folio_1"],
+                ns["put_cold"],
                 "ns",
                 "<= 900",
-                ns["folio_1"] <= 900,
+                ns["put_cold"] <= 900,
+            ),
+            Row(
+                "put_off_ns",
+                "  part of such a put during which interrupts are off",
+                ns["put_off"],
+                "ns",
+                "<= 2000",
+                ns["put_off"] <= 2000,
             ),
             Row("put_hot_ns", "  put of a page that is in the processor's cache", ns["put"], "ns"),
             Row(
@@ -422,20 +428,6 @@ class Bench:
             ),
             Row("copy_ns", "    a bare copy_page()", ns["copy"], "ns"),
         ]
-        for pages in FOLIO_PAGES:
-            what = f"interrupts off for each page, folio of {pages}"
-            rows.append(Row(f"locked_{pages}_ns", what, ns[f"folio_{pages}"], "ns"))
-        whole = ns[f"folio_{FOLIO_PUT_MAX}"] * FOLIO_PUT_MAX / 1000
-        rows.append(
-            Row(
-                f"locked_{FOLIO_PUT_MAX}_us",
-                f"  interrupts off for a folio of {FOLIO_PUT_MAX} pages, the largest put",
-                whole,
-                "µs",
-                "<= 20",
-                whole <= 20,
-            )
-        )
         self.add(rows)
         self._reclaim(machine)
         self.end(machine, daemon)

@@ -130,6 +130,9 @@ pub struct Kernel {
     /// The model of the guest driver.
     pub driver: DriverModel,
     cache: BTreeMap<FilePage, Cached>,
+    /// Pages that reclaim has removed from the page cache and not freed yet: hint, contents, and
+    /// whether the page was used again.
+    removed: Vec<(Option<Block>, Content, bool)>,
     bios: Vec<Bio>,
 }
 
@@ -140,6 +143,7 @@ impl Kernel {
             guest,
             driver,
             cache: BTreeMap::new(),
+            removed: Vec::new(),
             bios: Vec::new(),
         }
     }
@@ -563,7 +567,7 @@ impl Kernel {
 
     // ---- changes of files ---------------------------------------------------------------------
 
-    /// Evicts clean pages of a file from the page cache, and passes each to the driver.
+    /// Removes clean pages of a file from the page cache.
     pub fn evict(&mut self, inode: u32, first: u64, count: u64) {
         for number in first..(first + count).min(PAGES) {
             let page = (inode, number);
@@ -571,8 +575,15 @@ impl Kernel {
                 && let Some(cached) = self.cache.remove(&page)
             {
                 let content = self.content(cached.version);
-                self.driver.put(cached.hint, content, cached.used_again);
+                self.removed.push((cached.hint, content, cached.used_again));
             }
+        }
+    }
+
+    /// Frees the pages that were removed from the page cache, and passes each to the driver.
+    pub fn free(&mut self) {
+        for (hint, content, used_again) in std::mem::take(&mut self.removed) {
+            self.driver.put(hint, content, used_again);
         }
     }
 

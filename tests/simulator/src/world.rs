@@ -311,7 +311,10 @@ impl World {
             }
             Step::Evict(g, f, p, n) => {
                 let (f, p) = (file(f), page(p));
-                self.files(guest(g), |kernel, _| kernel.evict(f, p, n.into()));
+                self.files(guest(g), |kernel, _| {
+                    kernel.free();
+                    kernel.evict(f, p, n.into());
+                });
             }
             Step::Truncate(g, f, p) => {
                 let (f, p) = (file(f), page(p));
@@ -451,6 +454,7 @@ impl World {
     }
 
     fn feed(&mut self, g: usize, queue: usize) {
+        self.files(g, |kernel, _| kernel.free());
         let now = self.now_ns();
         let guest = &mut self.guests[g];
         if guest.runs() {

@@ -53,6 +53,7 @@ impl World {
                     kernel.write_back(storage, file);
                     while kernel.disk(storage, 0) {}
                     kernel.evict(file, 0, PAGES);
+                    kernel.free();
                 });
             }
         }

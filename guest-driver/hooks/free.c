@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Hook of the functions that free folios whose last reference is gone. The driver puts evicted
+ * pages there (put.c).
+ *
+ * Reclaim frees a batch of folios after it has flushed the TLB entries of their pages, and
+ * drop_caches when it drops its references. The page allocator has not touched the contents and the
+ * flags of a folio yet. Before Linux 6.9, large folios are freed one by one, with another function.
+ *
+ * A task may look at a page that it has found by its frame number, and so hold the last reference
+ * to it for a moment. Then the page is freed elsewhere, and is not put. Pages that an interrupt
+ * frees are not put either, because the interrupted task may use the processor's scratch page.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/hugetlb.h>
+#include <linux/mm.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+/*
+ * Maximum number of pages that one call puts: half of the largest put ring. A batch has up to 31
+ * folios, and a put takes half a microsecond.
+ */
+#define FREE_PAGES_MAX	4096
+
+#if TMEM_FREES_BATCHES
+
+static void entry_free(struct tmem_args *args)
+{
+	const struct folio_batch *batch = (void *)tmem_arg(args, 0);
+	unsigned int i, most = FREE_PAGES_MAX;
+
+	for (i = 0; in_task() && i < batch->nr; i++)
+		most = tmem_folio_freed(batch->folios[i], most);
+}
+
+#else
+
+static void entry_free_list(struct tmem_args *args)
+{
+	struct list_head *list = (void *)tmem_arg(args, 0);
+	unsigned int most = FREE_PAGES_MAX;
+	struct page *page;
+
+	if (in_task())
+		list_for_each_entry(page, list, lru)
+			most = tmem_folio_freed(page_folio(page), most);
+}
+
+static void entry_free_large(struct tmem_args *args)
+{
+	struct folio *folio = (void *)tmem_arg(args, 0);
+
+	if (in_task() && !folio_test_hugetlb(folio))
+		tmem_folio_freed(folio, FREE_PAGES_MAX);
+}
+
+#endif
+
+static const struct {
+	const char *name;
+	struct tmem_target target;
+} functions[] = {
+#if TMEM_FREES_BATCHES
+	{ "free_unref_folios", { .hook = TMEM_HOOK_FREE, .entry = entry_free } },
+#else
+	{ "free_unref_page_list", { .hook = TMEM_HOOK_FREE, .entry = entry_free_list } },
+	{ "destroy_large_folio", { .hook = TMEM_HOOK_FREE, .entry = entry_free_large } },
+#endif
+};
+
+/**
+ * tmem_free_add() - hook the functions that free folios
+ *
+ * Return: 0 or an error, which tmem_hooks_off() has reported.
+ */
+int tmem_free_add(void)
+{
+	unsigned int i;
+	int err;
+
+	for (i = 0; i < ARRAY_SIZE(functions); i++) {
+		err = tmem_target_add_name(functions[i].name, &functions[i].target);
+		if (err) {
+			tmem_hooks_off("cannot hook %s: error %d", functions[i].name, err);
+			return err;
+		}
+	}
+	return 0;
+}
