@@ -6,7 +6,7 @@
  * kswapd waits for the host only between these batches. Since Linux 6.17, each window of a stream
  * has folios of four times the size, up to 2 MiB if the windows are as large. This hook limits the
  * order of the window whose folios are about to be allocated. So a batch has less than 1,024 pages
- * of a stream.
+ * of a stream. docs/benchmarks/history.md has the pages that are lost without the limit.
  *
  * A stream never reaches the order of a huge page then. If an open file already has that order, the
  * application has requested huge pages (MADV_HUGEPAGE), and the order stays.
