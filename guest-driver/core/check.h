@@ -15,7 +15,7 @@
  * knowledge of the keys passes with probability 2^-24 + 2^-64.
  *
  * NH needs one multiplication for 16 bytes. The speed matters because the check is the longest part
- * of a put, which runs with interrupts off.
+ * of a put.
  *
  * Never use the check as a lookup key or send it to the host.
  */

@@ -351,7 +351,7 @@ struct tmem_dev {
 	void **block;
 	/*
 	 * A page for each processor, into which tmem_evicted_read() copies an evicted page. Used
-	 * with interrupts off.
+	 * with preemption off, and not in interrupts.
 	 */
 	void __percpu *scratch;
 	/* Guards free, first_free and nr_free. */

@@ -21,8 +21,9 @@
  *   cookie of the refused put.
  *
  * - Retained entries: a get leaves the entry of a page that the host may retain, and marks it, so
- *   that no other get takes it. The folio of the page is locked and in the page cache. If the get
- *   ends without the page, it erases the entry before the folio is unlocked. An invalidation erases
+ *   that no other get takes it. The folio of the page is locked. If the get ends without the page,
+ *   it erases the entry before the folio is unlocked, unless reclaim has meanwhile put another page
+ *   with the same content, which it had removed before. An invalidation erases
  *   retained entries as it erases others. Reclaim makes an entry held only if the content is the
  *   same, after the checks of a put.
  *

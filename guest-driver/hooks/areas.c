@@ -484,14 +484,20 @@ void tmem_area_free(struct tmem_area *area)
 	if (!area)
 		return;
 	mutex_lock(&areas_lock);
-	for (i = 0; i < TMEM_FS_MAX; i++)
-		if (rcu_access_pointer(areas[i]) == area)
-			RCU_INIT_POINTER(areas[i], NULL);
+	/* No drain begins any more. */
+	WRITE_ONCE(area->failed, true);
 	while (area->busy) {
 		mutex_unlock(&areas_lock);
 		wait_event(drain_wait, !READ_ONCE(area->busy));
 		mutex_lock(&areas_lock);
 	}
+	for (i = 0; i < TMEM_FS_MAX; i++)
+		if (rcu_access_pointer(areas[i]) == area)
+			RCU_INIT_POINTER(areas[i], NULL);
+	/*
+	 * No other area gets the numbers before their records are erased: an evicted page would be
+	 * put for the other area. The lock is held until then.
+	 */
 	synchronize_rcu_expedited();
 	tmem_record_erase(area->first, area->nr);
 	mutex_unlock(&areas_lock);

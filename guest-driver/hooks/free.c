@@ -20,10 +20,11 @@
 #include "hooks.h"
 
 /*
- * Maximum number of pages that one call puts: half of the largest put ring. A batch has up to 31
- * folios, and a put takes half a microsecond.
+ * Maximum number of pages that one call puts, because nothing else but interrupts may run on the
+ * processor meanwhile: a put takes half a microsecond. A batch has up to 31 folios, and those of a
+ * stream have 32 pages at most (readahead.c).
  */
-#define FREE_PAGES_MAX	4096
+#define FREE_PAGES_MAX	1024
 
 #if TMEM_FREES_BATCHES
 

@@ -42,8 +42,9 @@ static bool folio_ok(struct folio *folio)
 /*
  * Returns whether the pages of a folio that leaves the page cache may be put. Counts them if not.
  *
- * Only reclaim sets the reference count to 0 before it removes a folio. Other code that removes a
- * folio holds a reference.
+ * Reclaim sets the reference count to 0 before it removes a folio. Other code that removes a folio
+ * holds a reference, except for splice() and soft offlining, which remove it as reclaim does. Their
+ * pages are marked, too, and compared like others if they are ever freed by a hooked function.
  */
 static bool may_put(struct tmem_fs *fs, const struct inode *inode, struct folio *folio)
 {
@@ -121,7 +122,8 @@ static void put_marked(struct page *page, bool workingset)
 		goto out;
 	area = tmem_area_of(block);
 	fs = area ? tmem_fs_find(area->sb) : NULL;
-	if (!fs || !READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool)) {
+	if (!fs || !READ_ONCE(tmem_hooks_on) || !READ_ONCE(fs->live) ||
+	    tmem_pool_is_wrong(fs->pool)) {
 		tmem_count(TMEM_STAT_puts_skipped_off);
 		goto out;
 	}
@@ -177,7 +179,7 @@ unsigned int tmem_folio_freed(struct folio *folio, unsigned int most)
 		most--;
 		if (i + 1 < nr)
 			prefetch_range(page_address(page + 1), PREFETCH_BYTES);
-		if (preemptible())
+		if (preemptible() && !rcu_preempt_depth())
 			TMEM_HOLD(free);
 		put_marked(page, workingset);
 		tmem_put_end();

@@ -627,6 +627,18 @@ void tmem_record_dirty(struct folio *folio)
 	rcu_read_unlock();
 }
 
+/* Marks pages, of which the first is @pfn. Other folios may have bits in the same word. */
+static void mark(const struct tables *t, unsigned long pfn, unsigned long nr)
+{
+	unsigned long end = pfn + nr, bits;
+
+	for (; pfn < end; pfn += bits) {
+		bits = min(end - pfn, BITS_PER_LONG - pfn % BITS_PER_LONG);
+		atomic_long_or(GENMASK(bits - 1, 0) << pfn % BITS_PER_LONG,
+			       (atomic_long_t *)&t->removed[BIT_WORD(pfn)]);
+	}
+}
+
 /**
  * tmem_record_leave() - note that a folio leaves the page cache
  * @folio: the folio
@@ -636,20 +648,24 @@ void tmem_record_dirty(struct folio *folio)
  */
 unsigned long tmem_record_leave(struct folio *folio, bool may_put)
 {
-	unsigned long i, nr = folio_nr_pages(folio), hints = 0;
-	u32 *hint;
+	unsigned long i, pfn = folio_pfn(folio), nr = folio_nr_pages(folio), hints = 0;
+	const struct tables *t;
 
 	rcu_read_lock();
-	for (i = 0; i < nr; i++) {
-		hint = hint_of(folio_page(folio, i));
-		if (!hint || !READ_ONCE(*hint))
+	t = rcu_dereference(tables);
+	/* Folios that were plugged after the tables were made have no hints. */
+	if (pfn + nr > t->nr_hints)
+		goto out;
+	for (i = pfn; i < pfn + nr; i++) {
+		if (!READ_ONCE(t->hints[i]))
 			continue;
 		hints++;
-		if (may_put)
-			set_bit(folio_pfn(folio) + i, rcu_dereference(tables)->removed);
-		else
-			WRITE_ONCE(*hint, 0);
+		if (!may_put)
+			WRITE_ONCE(t->hints[i], 0);
 	}
+	if (may_put && hints)
+		mark(t, pfn, nr);
+out:
 	rcu_read_unlock();
 	return hints;
 }
@@ -662,10 +678,13 @@ unsigned long tmem_record_leave(struct folio *folio, bool may_put)
  */
 bool tmem_record_may_put(const struct page *page)
 {
+	unsigned long pfn = page_to_pfn(page);
+	const struct tables *t;
 	bool may_put;
 
 	rcu_read_lock();
-	may_put = hint_of(page) && test_bit(page_to_pfn(page), rcu_dereference(tables)->removed);
+	t = rcu_dereference(tables);
+	may_put = pfn < t->nr_hints && test_bit(pfn, t->removed) && READ_ONCE(t->hints[pfn]);
 	rcu_read_unlock();
 	return may_put;
 }
@@ -679,33 +698,39 @@ bool tmem_record_may_put(const struct page *page)
  */
 u32 tmem_record_free(const struct page *page)
 {
-	u32 *hint = hint_of(page), block;
+	const struct tables *t = rcu_dereference(tables);
+	unsigned long pfn = page_to_pfn(page);
+	u32 block;
 
-	if (!hint || !test_and_clear_bit(page_to_pfn(page), rcu_dereference(tables)->removed))
+	if (pfn >= t->nr_hints || !test_and_clear_bit(pfn, t->removed))
 		return 0;
-	block = READ_ONCE(*hint);
-	WRITE_ONCE(*hint, 0);
+	block = READ_ONCE(t->hints[pfn]);
+	WRITE_ONCE(t->hints[pfn], 0);
 	return block;
 }
 
 /**
  * tmem_record_forbid() - put no page that has left the page cache so far
  *
- * The caller has made sure that further pages of a file are not marked. It waits for puts that have
- * begun when the function returns.
+ * The caller has made sure that further pages of a file are not marked. When the function returns,
+ * puts that had begun have ended.
  *
  * Context: process, sleeps.
  */
 void tmem_record_forbid(void)
 {
 	const struct tables *t;
+	unsigned long i;
 
 	/* Wait for tmem_record_leave(). */
 	synchronize_rcu_expedited();
 	rcu_read_lock();
 	t = rcu_dereference(tables);
-	bitmap_zero(t->removed, t->nr_hints);
+	for (i = 0; i < BITS_TO_LONGS(t->nr_hints); i++)
+		WRITE_ONCE(t->removed[i], 0);
 	rcu_read_unlock();
+	/* Wait for puts that have taken a mark before. */
+	synchronize_rcu_expedited();
 }
 
 /**

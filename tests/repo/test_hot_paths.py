@@ -136,11 +136,8 @@ ALLOWED = {
     ("lock_set", "spin_lock_irqsave(&set->lock)"): "each page, of seven blocks",
     ("count_begin", "atomic_inc(writes_of(block))"): "each written page, of seven blocks",
     ("count_end", "atomic_dec(writes_of(block))"): "each written page, of seven blocks",
-    ("tmem_record_leave", "set_bit(rcu_dereference(tables)->removed)"): "of 64 page frames",
-    (
-        "tmem_record_free",
-        "test_and_clear_bit(rcu_dereference(tables)->removed)",
-    ): "of 64 page frames",
+    ("mark", "atomic_long_or((atomic_long_t *)&t->removed[BIT_WORD(pfn)])"): "of 64 page frames",
+    ("tmem_record_free", "test_and_clear_bit(t->removed)"): "of 64 page frames",
     ("tmem_put_end", "test_and_clear_bit(&dev->full)"): "each batch, if irq_work waits",
     ("erase_in_sets", "spin_lock_irqsave(&set->lock)"): "long discards",
     ("tmem_record_long_write", "atomic64_cmpxchg(&long_range[i])"): "each discard",
