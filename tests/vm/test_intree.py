@@ -145,7 +145,8 @@ def test_kswapd_waits_for_a_silent_host(session: Session, kernel: Kernel) -> Non
     check_waits_for_silent_host(served(session, kernel, daemon=daemon), daemon)
 
 
-@pytest.mark.parametrize("parameter, words", BLIND)
+# The first entry is for a module: a built-in driver redirects no function.
+@pytest.mark.parametrize("parameter, words", BLIND[1:])
 def test_self_test_detects_each_missing_hook(
     session: Session, kernel: Kernel, parameter: str, words: str
 ) -> None:

@@ -186,7 +186,8 @@ def test_released_hooks_can_be_installed_again(session: Session) -> None:
     Torture(guest, f"--seed={seed()} --ops=2000 {SMALL}").finish()
 
 
-@pytest.mark.parametrize("parameter, words", BLIND)
+# The first entry is for a module: a built-in driver redirects no function.
+@pytest.mark.parametrize("parameter, words", BLIND[1:])
 def test_self_test_detects_each_missing_hook(session: Session, parameter: str, words: str) -> None:
     guest = native_vm(session, parameter).start()
     guest.mount("data", WHERE)
