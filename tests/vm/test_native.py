@@ -212,7 +212,7 @@ def test_random_operations_find_no_wrong_byte(session: Session) -> None:
     wait_state(guest, "on")
 
 
-@pytest.mark.parametrize("name", ["ext4-1k", "ext4-nojournal", "xfs"])
+@pytest.mark.parametrize("name", ["ext4-bigalloc", "ext4-nojournal", "xfs"])
 def test_hits_of_random_operations_match_the_disk(session: Session, name: str) -> None:
     """The driver reads every hit from the disk as well, and must find no difference."""
     fs = disk.FILE_SYSTEMS[name]
