@@ -54,9 +54,10 @@ static unsigned int deadline_ms = 20;
 module_param_cb(deadline_ms, &deadline_ms_ops, &deadline_ms, 0644);
 MODULE_PARM_DESC(deadline_ms, "longest time in ms that one bio waits for the host (1-1000, default 20)");
 
-static unsigned int spin_us = 30;
+/* On a host whose processors are shared, a reader that polls takes time from other guests. */
+static unsigned int spin_us;
 module_param_cb(spin_us, &spin_us_ops, &spin_us, 0644);
-MODULE_PARM_DESC(spin_us, "time in us for which a reader polls for an answer before it sleeps (0-1000, default 30)");
+MODULE_PARM_DESC(spin_us, "time in us for which a reader polls for an answer before it sleeps (0-1000, default 0)");
 
 /**
  * tmem_get_span_ns() - return the time from the begin of a wait to its deadline
