@@ -2,7 +2,8 @@
 //! Reads how much memory the host and the daemon's control group have left.
 //!
 //! The monitor of the host's memory (`pressure.rs`) decides from these values how large the pool
-//! may be. A file that cannot be parsed makes its value unknown, and never stops the daemon. Limits: control groups of version 1 are not read, because they report no stalls either.
+//! may be. A file that cannot be parsed makes its value unknown, and never stops the daemon. Limits:
+//! control groups of version 1 are not read, because they report no stalls either.
 
 use crate::config::meminfo::meminfo_bytes;
 use crate::config::settings::PressureConfig;
