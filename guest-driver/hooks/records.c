@@ -48,6 +48,8 @@
 
 /* Number of sets that a walk visits in one RCU section, so that it delays no grace period long. */
 #define WALK_SETS	4096
+/* The same for the words of the bitmap of pages that were removed. */
+#define WALK_WORDS	65536UL
 
 /*
  * State of a record. NONE: a transfer is in flight, or the block was erased. READ, WRITTEN: the
@@ -719,16 +721,21 @@ u32 tmem_record_free(const struct page *page)
  */
 void tmem_record_forbid(void)
 {
+	unsigned long i = 0, end, words;
 	const struct tables *t;
-	unsigned long i;
 
 	/* Wait for tmem_record_leave(). */
 	synchronize_rcu_expedited();
-	rcu_read_lock();
-	t = rcu_dereference(tables);
-	for (i = 0; i < BITS_TO_LONGS(t->nr_hints); i++)
-		WRITE_ONCE(t->removed[i], 0);
-	rcu_read_unlock();
+	/* Tables that replace these meanwhile have no mark of before. */
+	do {
+		rcu_read_lock();
+		t = rcu_dereference(tables);
+		words = BITS_TO_LONGS(t->nr_hints);
+		for (end = min(i + WALK_WORDS, words); i < end; i++)
+			WRITE_ONCE(t->removed[i], 0);
+		rcu_read_unlock();
+		cond_resched();
+	} while (end < words);
 	/* Wait for puts that have taken a mark before. */
 	synchronize_rcu_expedited();
 }
