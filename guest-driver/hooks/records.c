@@ -48,7 +48,7 @@
 
 /* Number of sets that a walk visits in one RCU section, so that it delays no grace period long. */
 #define WALK_SETS	4096
-/* The same for the words of the bitmap of pages that were removed. */
+/* Number of words of the bitmap of removed pages that a walk visits in one RCU section. */
 #define WALK_WORDS	65536UL
 
 /*
