@@ -252,6 +252,15 @@ impl Store {
         Some(RawCopy { blob, check })
     }
 
+    /// Returns the number of pages that share a content. A page that is raw or same-filled counts as
+    /// the only one.
+    pub(crate) fn references(&self, content: Content) -> u32 {
+        match content {
+            Content::Blob(blob) => self.record(blob).state.load(Relaxed) & REFS,
+            Content::Raw(_) | Content::Same(_) => 1,
+        }
+    }
+
     /// Takes another reference to a blob. Returns false if the blob has no reference, or already
     /// has the largest allowed number.
     pub(crate) fn share_blob(&self, blob: u32) -> bool {

@@ -150,7 +150,13 @@ impl Engine {
         // seen the same excess, and only the first of them may evict the pages.
         let entitled_bytes = victim.entitled_bytes.get();
         let mut state = victim.lock(&self.totals);
-        let steps = state.evict_above(entitled_bytes, pages, self.pool_reason(), &mut freed);
+        let steps = state.evict_above(
+            entitled_bytes,
+            pages,
+            self.pool_reason(),
+            &|content| self.store.references(content),
+            &mut freed,
+        );
         drop(state);
         self.release_all(freed);
         steps
@@ -159,7 +165,10 @@ impl Engine {
     /// Evicts up to `pages` pages of a tenant. Returns the number of steps done.
     pub(crate) fn evict_from(&self, tenant: &TenantShared, pages: usize, reason: Reason) -> usize {
         let mut freed = Freed::with_capacity(pages);
-        let steps = tenant.lock(&self.totals).evict(pages, reason, &mut freed);
+        let references = |content| self.store.references(content);
+        let mut state = tenant.lock(&self.totals);
+        let steps = state.evict(pages, reason, &references, &mut freed);
+        drop(state);
         self.release_all(freed);
         steps
     }

@@ -7,6 +7,7 @@
 
 use crate::blob::{Contents, Finalized};
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
+use crate::evict::unshared;
 use crate::index::Chunks;
 use crate::index::entry::Content;
 use crate::request::{Get, GetResult, Ref};
@@ -191,7 +192,7 @@ impl ShadowTenant {
 
     /// Evicts the page that the policy chooses, as the engine does when the pool is full.
     pub fn evict(&mut self) {
-        self.0.evict(1, Reason::Pool, &mut Freed::new());
+        self.0.evict(1, Reason::Pool, &unshared, &mut Freed::new());
     }
 
     /// Returns the tenant's charge in bytes.

@@ -21,7 +21,7 @@ use crate::cost::{
 };
 use crate::error::{CreateError, NoPool};
 use crate::evict::queue::Queue;
-use crate::evict::{self, Arrival, Leave, Policy};
+use crate::evict::{self, Arrival, Leave, Policy, References, unshared};
 use crate::index::entry::{Content, Entry};
 use crate::index::{Chunks, Entries, Id, Index, Key, PoolRef};
 use crate::raw_queue::{RawPage, RawQueue};
@@ -426,7 +426,7 @@ impl State {
                 return true;
             }
             if self.free_detached(1, freed) == 0 {
-                self.evict(1, Reason::Limit, freed);
+                self.evict(1, Reason::Limit, &unshared, freed);
             }
         }
         self.limited_bytes() <= room_bytes
@@ -522,8 +522,12 @@ impl State {
                     retained,
                 });
                 hits += 1;
+            } else {
+                self.policy.missed(key_hash);
             }
-            self.estimator.get(key_hash, hit, room_pages, used_pages);
+            let proportional = self.policy.hits_are_proportional();
+            self.estimator
+                .get(key_hash, hit, room_pages, used_pages, proportional);
             done += 1;
         }
         self.counters.gets += done as u64;
@@ -642,12 +646,24 @@ impl State {
 
     /// Evicts up to `pages` pages, retained pages first. Returns the number of steps. It includes
     /// detached pages (dropped earlier) that the call found in the queues and freed. 0 means that
-    /// there is nothing to evict.
-    pub(crate) fn evict(&mut self, pages: usize, reason: Reason, freed: &mut Freed) -> usize {
+    /// there is nothing to evict. `references` is used only if the pool needs the memory: other
+    /// tenants do not influence which pages a tenant loses because of its own limit.
+    pub(crate) fn evict(
+        &mut self,
+        pages: usize,
+        reason: Reason,
+        references: References<'_>,
+        freed: &mut Freed,
+    ) -> usize {
+        let references = match reason {
+            Reason::Pool | Reason::Shrink => references,
+            Reason::Limit | Reason::Flush => &unshared,
+        };
         let (mut evicted, mut skipped, mut retained) = (0, 0, 0);
         while evicted < pages && skipped < STALE_SKIPS_MAX {
             let victim = self.retained.head();
-            let Some(id) = victim.or_else(|| self.policy.victim(&mut self.index.entries)) else {
+            let Some(id) = victim.or_else(|| self.policy.victim(&mut self.index, references))
+            else {
                 break;
             };
             let live = self.index.key(id).is_some();
@@ -697,11 +713,12 @@ impl State {
         floor_bytes: u64,
         pages: usize,
         reason: Reason,
+        references: References<'_>,
         freed: &mut Freed,
     ) -> usize {
         let mut steps = 0;
         while steps < pages && self.owed_bytes(self.bytes()) > floor_bytes {
-            match self.evict(1, reason, freed) {
+            match self.evict(1, reason, references, freed) {
                 0 => break,
                 done => steps += done,
             }

@@ -19,8 +19,8 @@ use std::time::Duration;
 use tmem_control::VmStats;
 use tmem_trace::estimate::{
     ESTIMATE_GETS_MIN, ESTIMATE_GETS_PER_PAGE, GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT,
-    GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_PERCENT, LOSS_UNDER_MAX,
-    LOSS_UNDER_USUAL,
+    GAIN_UNDER_MAX, GIVE_UP_COST_MAX, GIVE_UP_COST_USUAL, LOSS_BEARABLE, LOSS_PERCENT,
+    LOSS_UNDER_MAX, LOSS_UNDER_USUAL,
 };
 
 /// Smallest number of a VM's gets on which advice may be based. With fewer gets, the estimates were
@@ -139,7 +139,7 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     let can_give_up_bytes = vm.charged_bytes * give_up_percent as i64 / 100;
     let has_enough = of_gets((gets - hits) as f64) < GAIN_WORTH_PERCENT;
     // The confidence is "good" only if an estimate that is wrong by the usual error would lead to
-    // the same advice. 99 of 100 estimates have at most that error.
+    // the same advice. 95 of 100 estimates have at most that error.
     let holds = match worth {
         Some((_, gain)) => gain > GAIN_OVER_USUAL,
         None => can_give_up_bytes > 0 || has_enough,
@@ -194,11 +194,12 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
 fn error_bounds_text() -> String {
     format!(
         "All estimates and errors are in percent of all gets. The errors were measured with recorded \
-         and generated loads.\n99 of 100 estimates for more memory are at most {GAIN_OVER_USUAL} \
-         too high, and none is {GAIN_OVER_MAX} too high; few are over {GAIN_UNDER_MAX} too low.\n99 \
-         of 100 estimates for less memory are at most {LOSS_UNDER_USUAL} too low, and none is \
-         {LOSS_UNDER_MAX} too low; many are far too high.\nA VM that gives up the memory in \
-         CAN-GIVE-UP loses hits of at most {GIVE_UP_COST_MAX}.\n"
+         and generated loads.\n95 of 100 estimates for more memory are at most {GAIN_OVER_USUAL} \
+         too high, and none is {GAIN_OVER_MAX} too high or {GAIN_UNDER_MAX} too low.\n95 of 100 \
+         estimates for less memory are at most {LOSS_UNDER_USUAL} too low, and none is \
+         {LOSS_UNDER_MAX} too low; many are far too high.\nOf ten VMs that give up the memory in \
+         CAN-GIVE-UP, nine lose hits of at most {GIVE_UP_COST_USUAL}, and none loses more than \
+         {GIVE_UP_COST_MAX}.\n"
     )
 }
 
@@ -324,7 +325,7 @@ mod tests {
             advice.advice
         );
         assert!(
-            advice.advice.ends_with("probably at least 4 %"),
+            advice.advice.ends_with("probably at least 1 %"),
             "the advice does not give the least gain: {}",
             advice.advice
         );
@@ -441,12 +442,13 @@ mod tests {
     #[test]
     fn the_help_states_the_error_bounds() {
         for bound in [
-            "at most 6 too high",
-            "none is 18 too high",
-            "over 18 too low",
+            "at most 9 too high",
+            "none is 25 too high",
+            "or 36 too low",
             "at most 5 too low",
-            "none is 13 too low",
-            "at most 2.",
+            "none is 42 too low",
+            "lose hits of at most 1,",
+            "more than 42.",
         ] {
             assert!(
                 error_bounds_text().contains(bound),

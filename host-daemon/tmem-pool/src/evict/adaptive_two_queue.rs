@@ -15,11 +15,27 @@
 //! one. For this comparison, the age of a page in the small queue is multiplied by a weight. The
 //! weight falls with each page that returns after the small queue evicted it, and rises with each
 //! page that returns after the main queue evicted it. With weight 1 the policy is LRU.
+//!
+//! Ages do not help if a guest reads more pages in a loop than the pool can hold: the oldest page is
+//! the one that the guest needs next, and no get is a hit. For such loads the policy has a second
+//! order, by the hashes of the keys. It keeps the pages whose hash is below a bound, and evicts the
+//! others. The bound adapts until the kept pages fill the pool. VMs that read the same blocks of the
+//! same image keep the same part of the pages, because equal keys have equal hashes.
+//!
+//! Evicting a page frees no stored bytes while other VMs of the trust domain have an equal page. So
+//! the bound of a page is multiplied by the number of pages that share its content, and the VMs keep
+//! common pages rather than pages that only one VM has. Evictions for the tenant's own limit do not
+//! use this number. So the pages of other tenants never influence which pages a limit evicts, and
+//! pages of another trust domain influence no eviction.
+//!
+//! A duel (duel.rs) chooses the order. A sample of a 32nd of the pages, or less in large
+//! tenants, always has the order by hash. The other pages have the order that promises more hits.
 
+use super::duel::{Duel, Order};
 use super::ghost::{Ghost, Past};
 use super::queue::Queue;
-use super::{Arrival, Leave, Policy};
-use crate::index::{Chunks, Entries, Id};
+use super::{Arrival, Leave, Policy, References};
+use crate::index::{Chunks, Entries, Id, Index};
 use std::sync::Arc;
 
 /// Initial weight, the factor by which the age of a page in the small queue is multiplied. On the
@@ -52,17 +68,62 @@ const STEP_PAGES_MIN: u32 = 64;
 /// compared.
 const TICKS: u32 = 256;
 
-// Policy bits of an entry. The lowest bit is 1 for the main queue, and the other 14 bits are the tick
-// of the policy's clock in which the page was put. Tick numbers repeat after 64 times as many puts
-// as the tenant has pages. A page that stays in its queue for that long then counts as young again.
+/// Part of the pages that the order by hash evicts next, as a divisor: pages that are read once, and
+/// pages whose hash is above the bound. While they are fewer, the bound falls.
+const PASSING_PART: u32 = 64;
+
+/// Step by which an eviction changes the bound of the hashes, as a multiple of one page's part of
+/// all hashes.
+const BOUND_STEP: f32 = 0.2;
+
+/// Lower bound of the number of pages from which BOUND_STEP calculates one page's part.
+const BOUND_PAGES_MIN: u32 = 32;
+
+/// Age in ticks from which the order by hash evicts a page that it keeps. The guest has not used the
+/// page while it put eight times as many pages as the tenant has.
+const KEPT_TICKS_MAX: f32 = 8.0 * TICKS as f32;
+
+/// Largest number of kept pages that the order by hash skips to find one that it does not keep any
+/// more.
+const SKIPS_MAX: usize = 8;
+
+// Policy bits of an entry: the queue, whether the page is in the sample, and the tick of the policy's
+// clock in which the page was put. Tick numbers repeat after 32 times as many puts as the tenant has
+// pages. A page that stays in its queue for that long then counts as young again.
 const MAIN: u16 = 1;
-const TICK_SHIFT: u32 = 1;
-const TICK_MASK: u16 = 0x3fff;
+const SAMPLED: u16 = 2;
+const TICK_SHIFT: u32 = 2;
+const TICK_MASK: u16 = 0x7fff >> TICK_SHIFT;
+
+/// Queues of the pages that have the same order of eviction.
+#[derive(Debug, Default)]
+struct Group {
+    small: Queue,
+    main: Queue,
+    /// Bound of the hashes of kept pages, from 0 to 1, for the order by hash.
+    bound: f32,
+}
+
+impl Group {
+    fn len(&self) -> u32 {
+        self.small.len() + self.main.len()
+    }
+
+    fn queue(&mut self, is_main: bool) -> &mut Queue {
+        match is_main {
+            true => &mut self.main,
+            false => &mut self.small,
+        }
+    }
+}
 
 #[derive(Debug)]
 pub(super) struct AdaptiveTwoQueue {
-    small: Queue,
-    main: Queue,
+    /// Pages whose order the duel chooses.
+    others: Group,
+    /// Pages of the sample, which always have the order by hash.
+    sample: Group,
+    duel: Duel,
     ghost: Ghost,
     weight: f32,
     tick: u16,
@@ -70,12 +131,28 @@ pub(super) struct AdaptiveTwoQueue {
     left: u32,
 }
 
+/// Returns the rank of a key in the order by hash, from 0 to 1. The multiplication mixes the bits of
+/// the hash, so that ranks are also evenly distributed among the keys that the sample, the ghost
+/// table or the estimator selects by some of these bits.
+fn rank(key_hash: u64) -> f32 {
+    (key_hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f32 / (1u32 << 24) as f32
+}
+
+/// Returns whether a page is in a sample of one page in 2^`shift`, which is at most 2^16.
+fn is_sampled(key_hash: u64, shift: u32) -> bool {
+    key_hash >> 32 & 0xffff < 0x1_0000 >> shift
+}
+
 impl AdaptiveTwoQueue {
     /// Creates a policy without pages, whose ghost table takes memory from `chunks`.
     pub(super) fn new(chunks: Arc<Chunks>) -> AdaptiveTwoQueue {
         AdaptiveTwoQueue {
-            small: Queue::default(),
-            main: Queue::default(),
+            others: Group::default(),
+            sample: Group {
+                bound: 0.5,
+                ..Group::default()
+            },
+            duel: Duel::default(),
             ghost: Ghost::new(chunks),
             weight: WEIGHT,
             tick: 0,
@@ -84,12 +161,26 @@ impl AdaptiveTwoQueue {
     }
 
     fn len(&self) -> u32 {
-        self.small.len() + self.main.len()
+        self.others.len() + self.sample.len()
+    }
+
+    fn group(&mut self, sampled: bool) -> &mut Group {
+        match sampled {
+            true => &mut self.sample,
+            false => &mut self.others,
+        }
+    }
+
+    fn order(&self, sampled: bool) -> Order {
+        match sampled {
+            true => Order::Hash,
+            false => self.duel.order(),
+        }
     }
 
     fn pass_time(&mut self) {
         if self.left == 0 {
-            self.tick = self.tick.wrapping_add(1);
+            self.tick = (self.tick + 1) & TICK_MASK;
             self.left = self.len() / TICKS;
         } else {
             self.left -= 1;
@@ -112,6 +203,70 @@ impl AdaptiveTwoQueue {
         let put = entries[id].policy_bits() >> TICK_SHIFT;
         f32::from(self.tick.wrapping_sub(put) & TICK_MASK) + 1.0
     }
+
+    /// Returns the older one of the oldest pages of both queues.
+    fn victim_by_age(&self, entries: &Entries, sampled: bool) -> Option<Id> {
+        let group = if sampled { &self.sample } else { &self.others };
+        match (group.small.head(), group.main.head()) {
+            (Some(small), Some(main)) => {
+                let small_first = self.age(entries, small) * self.weight >= self.age(entries, main);
+                Some(if small_first { small } else { main })
+            }
+            (small, main) => small.or(main),
+        }
+    }
+
+    /// Returns whether the order by hash keeps a page. A page whose content n pages share takes an nth
+    /// of the memory, so the bound is n times as high for it. Pages of the small queue are kept only
+    /// if their contents are shared: the pool does not know whether the guest will use them again.
+    fn is_kept(&self, index: &Index, id: Id, references: References<'_>) -> bool {
+        // A detached page has no key any more.
+        let Some(key) = index.key(id) else {
+            return false;
+        };
+        let entry = &index.entries[id];
+        let references = references(entry.content());
+        let bits = entry.policy_bits();
+        let bound = match bits & SAMPLED {
+            0 => self.others.bound,
+            _ => self.sample.bound,
+        };
+        (bits & MAIN != 0 || references > 1)
+            && rank(index.key_hash(key)) < bound * references as f32
+            && self.age(&index.entries, id) <= KEPT_TICKS_MAX
+    }
+
+    /// Returns a page that the order by hash does not keep, and adapts the bound of the hashes.
+    fn victim_by_hash(
+        &mut self,
+        index: &mut Index,
+        sampled: bool,
+        references: References<'_>,
+    ) -> Option<Id> {
+        let group = self.group(sampled);
+        let (passing, len) = (group.small.len(), group.len());
+        let step = BOUND_STEP / len.max(BOUND_PAGES_MIN) as f32;
+        let falls = passing.saturating_mul(PASSING_PART) <= len;
+        group.bound = (group.bound + if falls { -step } else { step }).clamp(0.0, 1.0);
+        for _ in 0..SKIPS_MAX {
+            let group = self.group(sampled);
+            let queue = if falls { &group.main } else { &group.small };
+            let Some(id) = queue.head() else {
+                break;
+            };
+            if !self.is_kept(index, id, references) {
+                return Some(id);
+            }
+            let entries = &mut index.entries;
+            let group = self.group(sampled);
+            group.queue(falls).remove(entries, id);
+            group.main.push(entries, id);
+            let bits = entries[id].policy_bits();
+            entries[id].set_policy_bits(bits | MAIN);
+        }
+        let group = self.group(sampled);
+        group.small.head().or(group.main.head())
+    }
 }
 
 impl Policy for AdaptiveTwoQueue {
@@ -125,57 +280,88 @@ impl Policy for AdaptiveTwoQueue {
         if let Some(past) = past {
             self.learn(past);
         }
-        let put = (self.tick & TICK_MASK) << TICK_SHIFT;
-        if past.is_some() || workingset {
-            entries[id].set_policy_bits(put | MAIN);
-            self.main.push(entries, id);
-        } else {
-            entries[id].set_policy_bits(put);
-            self.small.push(entries, id);
+        let sampled = is_sampled(key_hash, self.duel.sample_shift());
+        let (before, len) = (self.duel.order(), self.len());
+        self.duel.put(key_hash, sampled, len);
+        if self.duel.order() != before {
+            // The bound of the sample has adapted already.
+            self.others.bound = self.sample.bound;
+        }
+        let order = self.order(sampled);
+        // A page that the guest got was kept before. It may have a hash above the bound because its
+        // content is shared, which is not known while the page is raw.
+        let is_kept = past == Some(Past::Got) || rank(key_hash) < self.group(sampled).bound;
+        let known = past.is_some() || workingset;
+        let main = known && (order == Order::Age || is_kept);
+        let mut bits = (self.tick & TICK_MASK) << TICK_SHIFT;
+        bits |= if main { MAIN } else { 0 } | if sampled { SAMPLED } else { 0 };
+        entries[id].set_policy_bits(bits);
+        let queue = self.group(sampled).queue(main);
+        match (main, order) {
+            // The order by hash evicts the newest of these pages first. So some of them stay long
+            // enough to be used again, even in a loop that is much larger than the pool.
+            (false, Order::Hash) => queue.push_front(entries, id),
+            _ => queue.push(entries, id),
         }
         self.ghost.fit(self.len());
     }
 
     fn remove(&mut self, entries: &mut Entries, id: Id, leave: Leave, key_hash: u64) {
-        let main = entries[id].policy_bits() & MAIN != 0;
-        if main {
-            self.main.remove(entries, id);
-        } else {
-            self.small.remove(entries, id);
-        }
+        let bits = entries[id].policy_bits();
+        let (main, sampled) = (bits & MAIN != 0, bits & SAMPLED != 0);
+        self.group(sampled).queue(main).remove(entries, id);
         match leave {
-            Leave::Got => self.ghost.add(key_hash, Past::Got),
-            Leave::Evicted if main => self.ghost.add(key_hash, Past::Main),
-            Leave::Evicted => self.ghost.add(key_hash, Past::Small),
+            Leave::Got => {
+                self.duel.got(key_hash, sampled);
+                self.ghost.add(key_hash, Past::Got);
+            }
+            Leave::Evicted => {
+                self.duel.evicted();
+                let past = if main { Past::Main } else { Past::Small };
+                self.ghost.add(key_hash, past);
+            }
             Leave::Dropped => {}
         }
         self.ghost.fit(self.len());
+    }
+
+    fn missed(&mut self, key_hash: u64) {
+        self.duel.missed(key_hash);
     }
 
     fn prefetch(&self, key_hash: u64) {
         self.ghost.prefetch(key_hash);
     }
 
-    fn victim(&mut self, entries: &mut Entries) -> Option<Id> {
-        match (self.small.head(), self.main.head()) {
-            (Some(small), Some(main)) => {
-                let small_first = self.age(entries, small) * self.weight >= self.age(entries, main);
-                Some(if small_first { small } else { main })
-            }
-            (small, main) => small.or(main),
+    fn victim(&mut self, index: &mut Index, references: References<'_>) -> Option<Id> {
+        let (sample, others) = (self.sample.len(), self.others.len());
+        let sampled =
+            others == 0 || sample as f32 > self.duel.sample_part() * (sample + others) as f32;
+        match self.order(sampled) {
+            Order::Age => self.victim_by_age(&index.entries, sampled),
+            Order::Hash => self.victim_by_hash(index, sampled, references),
         }
     }
 
+    fn hits_are_proportional(&self) -> bool {
+        self.duel.order() == Order::Hash
+    }
+
     fn bytes(&self) -> u64 {
-        self.ghost.bytes()
+        self.ghost.bytes() + self.duel.bytes()
     }
 
     fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id)) {
-        for (queue, bits) in [(&self.small, 0), (&self.main, MAIN)] {
+        for (queue, bits) in [
+            (&self.others.small, 0),
+            (&self.others.main, MAIN),
+            (&self.sample.small, SAMPLED),
+            (&self.sample.main, SAMPLED | MAIN),
+        ] {
             queue.check(entries, &mut |id| {
-                let main = entries[id].policy_bits() & MAIN;
+                let found = entries[id].policy_bits() & (MAIN | SAMPLED);
                 assert_eq!(
-                    main, bits,
+                    found, bits,
                     "entry {id} is in another eviction queue than its policy bits say"
                 );
                 page(id);

@@ -2,8 +2,8 @@
 //! First-in, first-out eviction policy: evicts the page that was put longest ago.
 
 use super::queue::Queue;
-use super::{Arrival, Leave, Policy};
-use crate::index::{Entries, Id};
+use super::{Arrival, Leave, Policy, References};
+use crate::index::{Entries, Id, Index};
 
 #[derive(Debug, Default)]
 pub(super) struct Fifo(Queue);
@@ -17,7 +17,7 @@ impl Policy for Fifo {
         self.0.remove(entries, id);
     }
 
-    fn victim(&mut self, _entries: &mut Entries) -> Option<Id> {
+    fn victim(&mut self, _: &mut Index, _: References<'_>) -> Option<Id> {
         self.0.head()
     }
 

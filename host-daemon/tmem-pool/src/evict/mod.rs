@@ -11,13 +11,16 @@
 //! queues as well. A reference (REF) inserts it again as a put would.
 
 mod adaptive_two_queue;
+mod duel;
 mod fifo;
 mod ghost;
 mod lru;
 pub(crate) mod queue;
+mod sample;
 
 use crate::config::PolicyKind;
-use crate::index::{Chunks, Entries, Id};
+use crate::index::entry::Content;
+use crate::index::{Chunks, Entries, Id, Index};
 use std::sync::Arc;
 
 /// Properties of a page that the guest puts, as far as an eviction policy uses them.
@@ -41,6 +44,15 @@ pub(crate) enum Leave {
     Dropped,
 }
 
+/// Function that returns how many pages of a trust domain share a content, 1 for a content of one
+/// page. Evicting one of several pages with equal content frees no stored bytes.
+pub(crate) type References<'a> = &'a dyn Fn(Content) -> u32;
+
+/// [`References`] for evictions that must not depend on pages of other tenants.
+pub(crate) fn unshared(_: Content) -> u32 {
+    1
+}
+
 /// Returns an eviction policy of this kind for a tenant without pages. The policy takes memory from
 /// `chunks`.
 pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> {
@@ -61,13 +73,22 @@ pub(crate) trait Policy: Send + std::fmt::Debug {
     /// Removes an entry from its queue. `key_hash` is used only if `leave` is `Got` or `Evicted`.
     fn remove(&mut self, entries: &mut Entries, id: Id, leave: Leave, key_hash: u64);
 
+    /// Notes a get of a page that the tenant does not have.
+    fn missed(&mut self, _key_hash: u64) {}
+
     /// Prefetches the memory that [`insert`](Self::insert) and [`remove`](Self::remove) read for a
     /// key.
     fn prefetch(&self, _key_hash: u64) {}
 
     /// Returns the entry of the page to evict next. The caller then removes the entry. The page may
     /// already be detached (dropped in one step with its object or pool, and not freed yet).
-    fn victim(&mut self, entries: &mut Entries) -> Option<Id>;
+    fn victim(&mut self, index: &mut Index, references: References<'_>) -> Option<Id>;
+
+    /// Returns whether the policy keeps a fixed part of the pages now, so that the number of hits is
+    /// in proportion to the memory. Otherwise it evicts the oldest pages first.
+    fn hits_are_proportional(&self) -> bool {
+        false
+    }
 
     /// Returns the memory in bytes that the policy takes in addition to the entries.
     fn bytes(&self) -> u64;

@@ -5,7 +5,7 @@
 use crate::index::entry::Entry;
 use crate::index::{Entries, Id};
 
-/// Queue of index entries. New entries are added at the tail, and the oldest is at `head`.
+/// Queue of index entries. The oldest is at `head`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Queue {
     head: Id,
@@ -30,6 +30,19 @@ impl Queue {
             self.head = id;
         } else {
             entries[tail].next = id;
+        }
+        self.len += 1;
+    }
+
+    /// Adds an entry at the head, so that it is the oldest.
+    pub(crate) fn push_front(&mut self, entries: &mut Entries, id: Id) {
+        let head = std::mem::replace(&mut self.head, id);
+        let entry = &mut entries[id];
+        (entry.prev, entry.next) = (0, head);
+        if head == 0 {
+            self.tail = id;
+        } else {
+            entries[head].prev = id;
         }
         self.len += 1;
     }

@@ -9,6 +9,7 @@ use crate::config::{
     EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, RECLAIM_PART,
     STALE_RAW_MAX, SWEEP_NS, reclaim_high_bytes,
 };
+use crate::evict::unshared;
 use crate::state::Reason;
 use crate::{
     AdmissionError, Engine, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Put, PutResult, Quota,
@@ -522,7 +523,7 @@ fn emptied_pools_are_freed_in_bounded_steps() {
     // The eviction frees the pages of the destroyed pools. It leaves the empty pools themselves for
     // `free_detached`.
     let (mut state, mut freed) = (tenant.shared().lock(&tenant.engine().totals), Vec::new());
-    assert_eq!(state.evict(1, Reason::Pool, &mut freed), 200);
+    assert_eq!(state.evict(1, Reason::Pool, &unshared, &mut freed), 200);
     assert_eq!(state.free_detached(16, &mut freed), 16);
     assert!(state.index.has_detached());
     while state.free_detached(16, &mut freed) > 0 {}
@@ -673,7 +674,7 @@ fn background_work_evicts_a_tenant_only_down_to_its_entitlement() {
     let mut freed = Vec::new();
     let mut state = shared.lock(&engine.totals);
     assert_eq!(
-        state.evict_above(entitled_bytes, 16, Reason::Pool, &mut freed),
+        state.evict_above(entitled_bytes, 16, Reason::Pool, &unshared, &mut freed),
         0
     );
     drop(state);

@@ -6,6 +6,7 @@ mod charges;
 mod chores;
 mod content;
 mod deferred_freeing;
+mod eviction;
 mod faults;
 #[cfg(feature = "shuttle")]
 mod interleavings;
