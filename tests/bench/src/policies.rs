@@ -15,6 +15,7 @@ mod replay;
 mod replay_test;
 mod requests;
 mod s3_fifo;
+mod shared;
 mod sieve;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,7 @@ use pool::Reput;
 use requests::Requests;
 use s3_fifo::S3Fifo;
 use serde_json::{Value, json};
+use shared::{SharedLoad, SharedRow};
 use sieve::Sieve;
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
@@ -51,7 +53,7 @@ const POLICIES: [&str; 7] = [
 const OPTIMUM: usize = POLICIES.len() - 1;
 
 /// Pool sizes by default, in percent of the memory that the optimum needs for all possible hits.
-const PERCENT: [u64; 4] = [25, 50, 100, 150];
+const PERCENT: [u64; 7] = [25, 50, 75, 86, 95, 100, 150];
 
 const MIB: f64 = (1 << 20) as f64;
 
@@ -70,7 +72,12 @@ pub struct Args {
     /// evicted there.
     #[arg(long, value_name = "LOAD,...", value_delimiter = ',', value_enum, default_values_t = Load::ALL)]
     loads: Vec<Load>,
-    /// Sizes of the pool in percent of the smallest pool in which the optimum loses no hit.
+    /// Loads of four VMs with equal pages that are compared, all by default. They run in the real
+    /// engine, so there are no results of simulated policies.
+    #[arg(long, value_name = "LOAD,...", value_delimiter = ',', value_enum, default_values_t = SharedLoad::ALL)]
+    shared_loads: Vec<SharedLoad>,
+    /// Sizes of the pool in percent of the smallest pool in which the optimum loses no hit. For
+    /// loads of four VMs, in percent of the memory that the pool holds if it never evicts.
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = PERCENT)]
     percent: Vec<u64>,
     /// Sizes of the pool in MiB, instead of percent.
@@ -256,6 +263,24 @@ fn summary(rows: &[Row]) -> Summary {
     }
 }
 
+fn print_shared(rows: &[SharedRow]) {
+    println!(
+        "\nHits of four VMs of one trust domain with 90 % equal files, in the real engine, in percent \
+         of all\ngets. The size of a pool is given in percent of the memory that it holds if it \
+         never evicts.\n"
+    );
+    println!("load             pool   lru  adaptive-two-queue");
+    for row in rows {
+        for (percent, [lru, ours]) in &row.sizes {
+            let (lru, ours) = (100.0 * lru, 100.0 * ours);
+            println!(
+                "{:14} {percent:>4} %  {lru:4.1}  {ours:18.1}",
+                row.load.name()
+            );
+        }
+    }
+}
+
 fn print(rows: &[Row], summary: &Summary) {
     let line = |name: &str, pool: &str, cells: &[String]| {
         print!("{name:14} {pool:>16}");
@@ -291,7 +316,7 @@ fn print(rows: &[Row], summary: &Summary) {
     );
 }
 
-fn json(rows: &[Row], summary: &Summary, args: &Args) -> Value {
+fn json(rows: &[Row], shared: &[SharedRow], summary: &Summary, args: &Args) -> Value {
     let by_policy = |ratios: &[f64]| {
         let entries = POLICIES.iter().zip(ratios);
         Value::Object(
@@ -317,10 +342,18 @@ fn json(rows: &[Row], summary: &Summary, args: &Args) -> Value {
             "sizes": row.sizes.iter().map(at_size).collect::<Vec<_>>(),
         })
     };
+    let shared_row = |row: &SharedRow| {
+        let sizes = row
+            .sizes
+            .iter()
+            .map(|(percent, ratios)| json!({ "percent": percent, "hit_ratio": by_policy(ratios) }));
+        json!({ "load": row.load.name(), "sizes": sizes.collect::<Vec<_>>() })
+    };
     json!({
         "seeds": args.seeds,
         "hints": !args.no_hints,
         "loads": rows.iter().map(row).collect::<Vec<_>>(),
+        "shared_loads": shared.iter().map(shared_row).collect::<Vec<_>>(),
         "mean": by_policy(&summary.mean),
         "loss_max": by_policy(&summary.loss_max[..OPTIMUM]),
         "spread_max": summary.spread_max,
@@ -347,13 +380,23 @@ pub fn run(args: &Args) -> Result<(), String> {
     for load in &args.loads {
         rows.push(row(&load.name(), false, |seed| load.events(seed), args)?);
     }
+    // Pools in MiB have no percentage of the memory that a load of several VMs needs.
+    let percent = if args.size_mib.is_empty() {
+        &args.percent[..]
+    } else {
+        &[]
+    };
+    let shared = args.shared_loads.iter();
+    let shared = shared.map(|&load| shared::row(load, percent, args.seeds));
+    let shared = shared.collect::<Result<Vec<_>, _>>()?;
     progress("");
     let summary = summary(&rows);
     if args.json {
-        let text = serde_json::to_string_pretty(&json(&rows, &summary, args));
+        let text = serde_json::to_string_pretty(&json(&rows, &shared, &summary, args));
         println!("{}", text.expect("the results cannot be written as JSON"));
     } else {
         print(&rows, &summary);
+        print_shared(&shared);
     }
     Ok(())
 }
