@@ -52,8 +52,8 @@ const _: () = assert!(SWEEP_EVERY.is_multiple_of(CHORES_EVERY));
 
 /// Number of detached pages (dropped, and not freed yet) that a step frees for each page that it
 /// finalizes. With at least two, dropped pages disappear faster than new pages can take their place,
-/// even while guests put pages as fast as the pool finalizes them. Freeing two pages costs about 1 µs
-/// (EVICT_NS each), a fifth of the time of finalizing one.
+/// even while guests put pages as fast as the pool finalizes them. Freeing two pages costs about 1 µs,
+/// a fifth of the time of finalizing one.
 const FREED_PER_FINALIZED: usize = 2;
 
 /// A chore: one of the things that background work does.

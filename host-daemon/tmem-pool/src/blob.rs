@@ -252,8 +252,8 @@ impl Store {
         Some(RawCopy { blob, check })
     }
 
-    /// Returns the number of pages that share a content. A page that is raw or same-filled counts as
-    /// the only one.
+    /// Returns the number of pages that share a content. Each thread that reads the content at this
+    /// moment counts as another page. A page that is raw or same-filled counts as the only one.
     pub(crate) fn references(&self, content: Content) -> u32 {
         match content {
             Content::Blob(blob) => self.record(blob).state.load(Relaxed) & REFS,

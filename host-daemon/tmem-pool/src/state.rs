@@ -141,7 +141,8 @@ pub(crate) struct Taken {
 pub(crate) type Freed = Vec<Content>;
 
 impl State {
-    /// Creates the state of a tenant without pools. `seed` is the seed of the index's hashes.
+    /// Creates the state of a tenant without pools. `seed` is the seed of the index's hashes, and the
+    /// policy's hash is derived from it.
     pub(crate) fn new(
         seed: u64,
         keys_max: u32,
@@ -151,7 +152,7 @@ impl State {
     ) -> State {
         State {
             index: Index::new(seed, keys_max, chunks),
-            policy: evict::policy(policy, chunks),
+            policy: evict::policy(policy, seed, chunks),
             retained: Queue::default(),
             retain_max_bytes: u64::MAX,
             retain_unpaid_pages: 0,
@@ -169,7 +170,7 @@ impl State {
     /// which references were already released.
     pub(crate) fn abandon(&mut self, keys_max: u32, policy: PolicyKind) {
         self.index.abandon(keys_max);
-        self.policy = evict::policy(policy, self.index.chunks());
+        self.policy = evict::policy(policy, self.index.seed(), self.index.chunks());
         self.retained = Queue::default();
         self.raw = RawQueue::default();
         self.estimator = Estimator::default();
@@ -774,7 +775,8 @@ impl State {
     /// Removes the keys of a flushed range from the estimator, because the guest does not request
     /// flushed pages again. Also removes keys of pages in the range that were evicted earlier. The
     /// caller calls this function once for each range, after the pages are dropped. The call may
-    /// walk over all keys that the estimator follows.
+    /// walk over all keys that the estimator follows. The eviction policy learns of the keys only if
+    /// there are at most FLUSH_HASHES_MAX.
     pub(crate) fn drop_estimates(
         &mut self,
         pool: PoolRef,
@@ -795,6 +797,7 @@ impl State {
             let key = self.index.key_of(pool, object, index);
             let key_hash = self.index.key_hash(key);
             self.estimator.drop_page(key_hash);
+            self.policy.flushed(key_hash);
         }
     }
 

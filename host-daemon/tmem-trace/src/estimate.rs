@@ -32,7 +32,7 @@ pub const GAIN_OVER_USUAL: f64 = 9.0;
 /// Largest overestimate of the gain from more memory, in percent of all gets. The estimator assumes
 /// that the policy keeps its present order of eviction. With more memory, the default policy may
 /// choose the other order.
-pub const GAIN_OVER_MAX: f64 = 25.0;
+pub const GAIN_OVER_MAX: f64 = 33.0;
 /// Largest underestimate of the gain from more memory, in percent of all gets. The estimate is too
 /// low where few pages are used often. The test of this bound leaves out the pool size at which a
 /// loop over all pages just begins to fit.
@@ -42,9 +42,9 @@ pub const GAIN_UNDER_MAX: f64 = 36.0;
 /// hit with the few pages that the tenant has in the pool at that time.
 pub const LOSS_UNDER_USUAL: f64 = 5.0;
 /// Largest underestimate of the loss with less memory, in percent of all gets.
-pub const LOSS_UNDER_MAX: f64 = 42.0;
-/// Smallest number of gets on which an estimate may be based. With fewer gets, measured errors of
-/// estimates exceeded the bounds of this file.
+pub const LOSS_UNDER_MAX: f64 = 28.0;
+/// Smallest number of gets on which an estimate may be based. With fewer gets, or fewer than the tenant
+/// has pages, measured errors of estimates exceeded the bounds of this file.
 pub const ESTIMATE_GETS_MIN: u64 = 1_000;
 /// Smallest number of gets, per page that the tenant has in the pool, with which the bounds
 /// GAIN_OVER_USUAL and LOSS_UNDER_USUAL hold even if the estimator samples only one key in many.
@@ -53,12 +53,9 @@ pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 /// Limit for lost hits, in percent of all hits. A part of a tenant's memory counts as not needed if
 /// the tenant would lose at most this share of its hits without that part.
 pub const LOSS_BEARABLE: f64 = 1.0;
-/// Cost of giving up memory that the estimates count as not needed, which nine of ten tenants do not
-/// exceed: lost hits in percent of all gets.
-pub const GIVE_UP_COST_USUAL: f64 = 1.0;
 /// Largest measured cost of giving up memory that the estimates count as not needed: lost hits in
 /// percent of all gets.
-pub const GIVE_UP_COST_MAX: f64 = 42.0;
+pub const GIVE_UP_COST_MAX: f64 = 2.0;
 
 /// Interval between the hits that the estimator examines, counted in hits of sampled keys. The
 /// estimator does not examine all hits, because most gets are hits, and each examination walks over

@@ -19,12 +19,12 @@ use std::time::Duration;
 use tmem_control::VmStats;
 use tmem_trace::estimate::{
     ESTIMATE_GETS_MIN, ESTIMATE_GETS_PER_PAGE, GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT,
-    GAIN_UNDER_MAX, GIVE_UP_COST_MAX, GIVE_UP_COST_USUAL, LOSS_BEARABLE, LOSS_PERCENT,
-    LOSS_UNDER_MAX, LOSS_UNDER_USUAL,
+    GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_PERCENT, LOSS_UNDER_MAX,
+    LOSS_UNDER_USUAL,
 };
 
-/// Smallest number of a VM's gets on which advice may be based. With fewer gets, the estimates were
-/// less accurate in measurements than their error bounds say.
+/// Smallest number of a VM's gets on which advice may be based. With fewer gets, or fewer than the VM
+/// has pages, the estimates were less accurate in measurements than their error bounds say.
 const GETS_MIN: i64 = ESTIMATE_GETS_MIN as i64;
 /// Smallest number of a VM's gets with which the confidence in advice may be "good". Most of the
 /// traces from which the error bounds were derived have at least this many gets.
@@ -117,7 +117,8 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     let loss = counted
         .loss
         .map(|fewer| of_gets(hits as f64 * lost(fewer).clamp(0.0, 1.0)));
-    let known = gets >= GETS_MIN;
+    let needed = GETS_MIN.max(vm.pages);
+    let known = gets >= needed;
     let per_page = ESTIMATE_GETS_PER_PAGE as i64;
     let enough = gets >= GETS_GOOD.max(vm.pages.saturating_mul(per_page));
     let worth = GAIN_PERCENT
@@ -151,7 +152,7 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     };
     let no_hits = if hits == 0 { "no hits: " } else { "" };
     let advice = if !known {
-        format!("too few gets for advice: the VM has had {gets}, and {GETS_MIN} are needed")
+        format!("too few gets for advice: the VM has had {gets}, and {needed} are needed")
     } else if let Some((more, gain)) = worth {
         let least = (gain - GAIN_OVER_USUAL).max(0.0);
         format!(
@@ -197,9 +198,8 @@ fn error_bounds_text() -> String {
          and generated loads.\n95 of 100 estimates for more memory are at most {GAIN_OVER_USUAL} \
          too high, and none is {GAIN_OVER_MAX} too high or {GAIN_UNDER_MAX} too low.\n95 of 100 \
          estimates for less memory are at most {LOSS_UNDER_USUAL} too low, and none is \
-         {LOSS_UNDER_MAX} too low; many are far too high.\nOf ten VMs that give up the memory in \
-         CAN-GIVE-UP, nine lose hits of at most {GIVE_UP_COST_USUAL}, and none loses more than \
-         {GIVE_UP_COST_MAX}.\n"
+         {LOSS_UNDER_MAX} too low; many are far too high.\nA VM that gives up the memory in \
+         CAN-GIVE-UP loses hits of at most {GIVE_UP_COST_MAX}.\n"
     )
 }
 
@@ -443,12 +443,11 @@ mod tests {
     fn the_help_states_the_error_bounds() {
         for bound in [
             "at most 9 too high",
-            "none is 25 too high",
+            "none is 33 too high",
             "or 36 too low",
             "at most 5 too low",
-            "none is 42 too low",
-            "lose hits of at most 1,",
-            "more than 42.",
+            "none is 28 too low",
+            "at most 2.",
         ] {
             assert!(
                 error_bounds_text().contains(bound),

@@ -53,13 +53,14 @@ pub(crate) fn unshared(_: Content) -> u32 {
     1
 }
 
-/// Returns an eviction policy of this kind for a tenant without pages. The policy takes memory from
-/// `chunks`.
-pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> {
+/// Returns an eviction policy of this kind for a tenant without pages. `seed` determines which pages
+/// the policy keeps if it keeps some by their hashes. The policy takes memory from `chunks`.
+pub(crate) fn policy(kind: PolicyKind, seed: u64, chunks: &Arc<Chunks>) -> Box<dyn Policy> {
     match kind {
         PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
         PolicyKind::Lru => Box::new(lru::Lru::default()),
         PolicyKind::AdaptiveTwoQueue => Box::new(adaptive_two_queue::AdaptiveTwoQueue::new(
+            seed,
             Arc::clone(chunks),
         )),
     }
@@ -75,6 +76,9 @@ pub(crate) trait Policy: Send + std::fmt::Debug {
 
     /// Notes a get of a page that the tenant does not have.
     fn missed(&mut self, _key_hash: u64) {}
+
+    /// Notes that the guest flushed a page, which the tenant need not have.
+    fn flushed(&mut self, _key_hash: u64) {}
 
     /// Prefetches the memory that [`insert`](Self::insert) and [`remove`](Self::remove) read for a
     /// key.

@@ -2,7 +2,8 @@
 //! Simulation of LRU on a sample of a tenant's pages: which gets would be hits if the pool kept the
 //! pages that were put last.
 //!
-//! The simulation has only hashes of keys. Its size is bounded, whatever the tenant's size is.
+//! The simulation has only the upper halves of the hashes of keys, because the lower bits select the
+//! sample. Its size is bounded, whatever the tenant's size is.
 
 /// Largest number of sampled pages. The simulation takes at most 200 KiB.
 pub(super) const SAMPLED_MAX: usize = 8192;
@@ -34,8 +35,8 @@ pub(super) struct SampleLru {
     len: usize,
 }
 
-fn key(key_hash: u64) -> u32 {
-    (key_hash >> 32) as u32
+fn key(hash: u64) -> u32 {
+    (hash >> 32) as u32
 }
 
 impl SampleLru {
@@ -47,12 +48,12 @@ impl SampleLru {
 
     /// Adds the key of a page that is put, as the newest one. Removes the oldest keys while there
     /// are more than `pages_max`, which is at most [`SAMPLED_MAX`].
-    pub(super) fn put(&mut self, key_hash: u64, pages_max: usize) {
+    pub(super) fn put(&mut self, hash: u64, pages_max: usize) {
         if self.chains.is_empty() {
             self.chains = vec![0; CHAINS];
             self.nodes.push(Node::default());
         }
-        self.take(key_hash);
+        self.take(hash);
         // Remove at most two keys, so that the call takes bounded time.
         for _ in 0..2 {
             if self.len >= pages_max.clamp(1, SAMPLED_MAX) {
@@ -69,7 +70,7 @@ impl SampleLru {
                 free
             }
         };
-        let key = key(key_hash);
+        let key = key(hash);
         let chain = &mut self.chains[key as usize % CHAINS];
         let next = std::mem::replace(chain, nr);
         let newest = self.nodes[0].older;
@@ -85,11 +86,11 @@ impl SampleLru {
     }
 
     /// Removes the key of a page that the guest gets. Returns whether LRU would have had the page.
-    pub(super) fn take(&mut self, key_hash: u64) -> bool {
+    pub(super) fn take(&mut self, hash: u64) -> bool {
         if self.len == 0 {
             return false;
         }
-        let key = key(key_hash);
+        let key = key(hash);
         let mut nr = self.chains[key as usize % CHAINS];
         while nr != 0 && self.nodes[nr as usize].key != key {
             nr = self.nodes[nr as usize].next;

@@ -573,6 +573,10 @@ impl Index {
         }
     }
 
+    pub(crate) fn seed(&self) -> u64 {
+        self.seed
+    }
+
     /// Returns the hash of a key for the eviction policy. Equal keys have equal hashes, which the
     /// guest cannot predict.
     pub(crate) fn key_hash(&self, key: Key) -> u64 {

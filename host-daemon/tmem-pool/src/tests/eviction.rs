@@ -118,11 +118,12 @@ fn a_loop_that_is_larger_than_the_pool_has_hits() {
 #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
 fn vms_with_common_pages_keep_the_common_pages() {
     let percent = hits_of_loops(4, 4096, 90, 86);
-    assert!(percent >= 78, "{percent} % of the gets are hits");
+    assert!(percent >= 70, "{percent} % of the gets are hits");
 }
 
-/// A tenant that evicts its own pages, because it has reached its limit, must not see what other
-/// tenants do: neither in its own trust domain nor in another, and whatever pages they have.
+/// A tenant that evicts its own pages, because it has reached its limit or the limit was lowered, must
+/// not see what other tenants do: neither in its own trust domain nor in another, and whatever pages
+/// they have.
 #[test]
 #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
 fn other_tenants_do_not_change_which_pages_a_limited_tenant_keeps() {
@@ -148,6 +149,14 @@ fn other_tenants_do_not_change_which_pages_a_limited_tenant_keeps() {
             while engine.maintain(Time(0), 64) {}
         }
         maintain_all(&engine);
+        let lower = Quota {
+            reserve_bytes: 1 << 19,
+            limit_bytes: Some(1 << 19),
+            ..quota
+        };
+        reader.tenant.set_quota(lower).unwrap();
+        maintain_all(&engine);
+        hits.extend((0..1024).map(|page| get(&reader.tenant, 1, page, 1).is_some()));
         let stats = reader.tenant.stats();
         assert!(stats.evictions_limit > 1000 && stats.evictions_pool == 0);
         hits
@@ -156,14 +165,15 @@ fn other_tenants_do_not_change_which_pages_a_limited_tenant_keeps() {
     assert!(seen[0] == seen[1] && seen[0] == seen[2]);
 }
 
-/// Reads pages of a shadow tenant with room for 1,000 pages. Returns the percentage of hits in the
-/// second half of the reads.
-fn shadow_hits(reads: u64, mut next: impl FnMut(u64) -> u64) -> u64 {
-    const ROOM: u64 = 1000;
+/// Number of pages for which a shadow tenant has room.
+const ROOM: u64 = 1000;
+
+/// Reads pages of a shadow tenant. Returns the percentage of hits in the second half of the reads.
+fn shadow_hits(policy: PolicyKind, reads: u64, mut next: impl FnMut(u64) -> u64) -> u64 {
     const STORED_BYTES: usize = 1024;
     const CACHE: usize = 100;
     let memory = ShadowMemory::reserve(1 << 30).unwrap();
-    let mut tenant = ShadowTenant::new(PolicyKind::default(), 3, &memory);
+    let mut tenant = ShadowTenant::new(policy, 3, &memory);
     assert!(tenant.ensure_pool(1));
     let (mut cached, mut hits, mut gets) = (VecDeque::new(), 0, 0);
     for nth in 0..reads {
@@ -191,6 +201,7 @@ fn shadow_hits(reads: u64, mut next: impl FnMut(u64) -> u64) -> u64 {
 #[test]
 #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
 fn the_order_of_eviction_follows_the_load() {
+    let shadow_hits = |reads, next: fn(u64) -> u64| shadow_hits(PolicyKind::default(), reads, next);
     let looped = shadow_hits(40_000, |nth| nth % 1300);
     assert!(looped >= 65, "a loop of 1,300 pages has {looped} % hits");
     // The working set changes after each 5,000 reads.
@@ -208,4 +219,37 @@ fn the_order_of_eviction_follows_the_load() {
         both >= 70,
         "after a loop, changing loops have {both} % hits"
     );
+}
+
+/// A load that alternates between a loop that does not fit and a loop that fits makes the policy
+/// change its order again and again. The changes must not cost much more than they gain. With larger
+/// loops than these, the order by age alone has up to 9 points fewer hits than LRU.
+#[test]
+#[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
+fn alternating_loops_have_about_as_many_hits_as_with_lru() {
+    let mut worst = (0, String::new());
+    for (large, large_reads, small, small_reads) in [
+        (1300, 1800, 900, 2700),
+        (1300, 6000, 970, 6000),
+        (1600, 3000, 900, 2700),
+        (2200, 12000, 900, 12000),
+    ] {
+        let cycle = large_reads + small_reads;
+        let next = |nth: u64| match nth % cycle {
+            place if place < large_reads => place % large,
+            place => 10_000 + (place - large_reads) % small,
+        };
+        let [lru, ours] = [PolicyKind::Lru, PolicyKind::default()]
+            .map(|policy| shadow_hits(policy, 60 * cycle, next));
+        let what = format!(
+            "{large_reads} reads in a loop of {large} pages, then {small_reads} in one of {small}: \
+             {lru} % hits with LRU, {ours} % with the default policy"
+        );
+        println!("{what}");
+        if lru.saturating_sub(ours) >= worst.0 {
+            worst = (lru.saturating_sub(ours), what);
+        }
+    }
+    let (loss, what) = worst;
+    assert!(loss <= 6, "{what}");
 }
