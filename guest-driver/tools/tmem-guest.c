@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * tmem-guest: shows the state of this guest's virtio-tmem driver, sends it requests about files,
- * and reclaims page cache (tmem-guest_autosize.c).
+ * reclaims page cache (tmem-guest_autosize.c), and measures what the cache changes
+ * (tmem-guest_trial.c).
  *
  * The program walks a tree with openat(), follows no symbolic link, and holds one directory open
  * for each level. If a file is replaced by another one during the walk, the program reports an
@@ -59,6 +60,7 @@ static const char usage_text[] =
 "  policy PATH... [never|default]\n"
 "                              show or set whether files may go into the pool\n"
 "  autosize [OPTION...]        return memory of an idle guest to the host\n"
+"  trial MINUTES               measure whether the cache helps the present load\n"
 "\n"
 "  --json                      print one JSON object\n"
 "  --help                      after a command: show the help of that command\n"
@@ -758,7 +760,7 @@ int main(int argc, char **argv)
 		{ NULL }
 	};
 	const char *command, *text = usage_text;
-	bool help = false, watch = false, autosize = false;
+	bool help = false, watch = false, autosize = false, paths;
 	double every_s = 0;
 	int option, nr, place;
 
@@ -786,13 +788,17 @@ int main(int argc, char **argv)
 		text = policy_text;
 	else if (!strcmp(command, "autosize"))
 		text = autosize_text;
+	else if (!strcmp(command, "trial"))
+		text = trial_text;
 	if (help) {
 		fputs(text, stdout);
 		return EXIT_OK;
 	}
+	paths = text == drop_text || text == policy_text;
 	if (text == usage_text || (watch && text != stats_text) ||
-	    (autosize && text != autosize_text) ||
-	    (text == drop_text || text == policy_text ? !nr : nr))
+	    (autosize && text != autosize_text) || (paths && !nr))
+		return usage(text);
+	if (text == trial_text ? nr != 1 || !trial_minutes(argv[optind]) : nr && !paths)
 		return usage(text);
 
 	if (text == status_text)
@@ -803,6 +809,8 @@ int main(int argc, char **argv)
 		do_drop(argv + optind, nr);
 	else if (text == policy_text)
 		do_policy(argv + optind, nr);
+	else if (text == trial_text)
+		do_trial();
 	else
 		do_autosize();
 	if ((fflush(stdout) || ferror(stdout)) && status == EXIT_OK)

@@ -43,4 +43,10 @@ extern const char autosize_text[];
 bool autosize_option(const char *name, const char *value);
 void do_autosize(void);
 
+/* implemented in tmem-guest_trial.c */
+extern const char trial_text[];
+/* Sets the length of the trial. Returns false if the text is no valid number of minutes. */
+bool trial_minutes(const char *text);
+void do_trial(void);
+
 #endif /* TMEM_GUEST_H */

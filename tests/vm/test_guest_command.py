@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from driver import (
+    SYSFS,
     WHERE,
     checksums,
     driver_vm,
@@ -103,7 +104,10 @@ def test_status_and_stats_report_the_state_of_the_driver(
     refused(guest, "", USAGE, "usage:")
     refused(guest, "policy", USAGE, "usage: tmem-guest policy")
     refused(guest, "stats --watch=0", USAGE, "usage:")
-    for name in ("status", "stats", "drop", "policy"):
+    refused(guest, "trial", USAGE, "usage: tmem-guest trial")
+    refused(guest, "trial 0", USAGE, "usage: tmem-guest trial")
+    refused(guest, "trial 1", NO_DRIVER, "not loaded")
+    for name in ("status", "stats", "drop", "policy", "trial"):
         assert guest.sh(f"{COMMAND} {name} --help").startswith(f"usage: tmem-guest {name}")
 
     # Without a device, the module reports why the cache is off, and tmem-guest prints that.
@@ -286,6 +290,33 @@ GROUPS, GROUP_FILES = 16, 16
 # Number of pages of a tree, which has 16 MiB of data that do not compress.
 TREE_PAGES = GROUPS * GROUP_FILES * SMALL_BYTES // 4096
 POOL = "37MiB"  # pool for two trees, not for three
+
+
+def test_trial_compares_a_load_with_and_without_the_cache(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    guest, sums = start(session, kernel, module)
+    switch = f"{SYSFS}/fs/ext4/enabled"
+    read = f"cat {' '.join(list(sums)[:2])} >/dev/null; echo 1 >/proc/sys/vm/drop_caches"
+    load_job = guest.start(f"while [ ! -e /stop ]; do {read}; sleep 0.1; done", 180)
+
+    # A trial that is interrupted leaves the cache on.
+    refused(guest, "trial 60 & sleep 3; kill -INT $!; wait $!", SOME, "the trial was ended")
+    assert guest.read(switch) == "1"
+
+    answer = say(guest, "trial 0.8")
+    guest.sh("touch /stop")
+    load_job.wait().check()
+    assert guest.read(switch) == "1"
+    reads = answer["disk_reads_mib_per_s"]
+    assert reads["effect"] == -1, answer
+    assert reads["off"][0] > 2 * reads["on"][1], answer
+    assert answer["hits_percent"][0] > 80, answer
+
+    # A type whose cache was off before stays off, and there is nothing to compare.
+    for directory in guest.sh(f"ls {SYSFS}/fs").split():
+        guest.sh(f"echo 0 >{SYSFS}/fs/{directory}/enabled")
+    refused(guest, "trial 1", NO_DRIVER, "of all types")
 
 
 def three_trees(directory: Path, generator: random.Random) -> Path:
