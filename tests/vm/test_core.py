@@ -517,9 +517,12 @@ def slab_use(guest: Guest, prefix: str) -> int:
 SCATTERED_MIB, SCATTERED_DISTANCE_MIB = 60 << 10, 16
 SCATTERED_PAGES = SCATTERED_MIB // SCATTERED_DISTANCE_MIB
 SCATTERED_PART = 256  # number of pages that are read before they are evicted
-# Share of the slabs' growth that may differ from the bytes that the driver counts: objects that the
-# slab allocator keeps for each processor, and nodes of the page cache.
+# Share of the slabs' growth that may differ from the bytes that the driver counts, for nodes of the
+# page cache.
 SLAB_DIFFERENCE = 0.05
+# Free objects that the slab allocator may keep and count as used. Linux 7.3 kept up to 187 kB of
+# XArray nodes in this test.
+SLAB_KEPT_BYTES = 256 << 10
 
 
 def test_index_counts_all_xarray_nodes_of_scattered_pages(
@@ -567,7 +570,7 @@ def test_index_counts_all_xarray_nodes_of_scattered_pages(
     slabs, counted = fill()
     print(f"slabs grew by {slabs} bytes, the counted memory by {counted}")
     assert counted > SCATTERED_PAGES * (576 + 64) * 9 // 10
-    assert abs(slabs - counted) < SLAB_DIFFERENCE * slabs
+    assert abs(slabs - counted) < SLAB_DIFFERENCE * slabs + SLAB_KEPT_BYTES
 
     limit = counted // 2
     assert limit_index(guest, limit) == table
