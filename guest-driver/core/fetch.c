@@ -2,9 +2,8 @@
 /*
  * Fetches: gets of the pages of a bio. No task waits for them in this driver.
  *
- * A reader may poll for the answers for a moment. After that, the device's interrupt takes the
- * answers, and a tasklet copies and checks the pages and ends the fetch. Softirqs do what the end
- * of a read from a disk does, too.
+ * The device's interrupt takes the answers, and a tasklet copies and checks the pages and ends the
+ * fetch. Softirqs do what the end of a read from a disk does, too.
  *
  * One timer gives up fetches whose deadline has passed. Their requests are abandoned
  * (request.c), so a silent host delays a fetch until its deadline only. Fetches are
@@ -15,9 +14,6 @@
  * exception. A fetch that finds none waits until another fetch ends, which takes less time than a
  * disk. A fetch for readahead that begins in advance leaves a part of the requests and bounce pages
  * to readers that wait.
- *
- * While a reader polls, nobody else ends its fetch: other readers of the same pages wait until it
- * runs again, if the scheduler or the host stops it there.
  */
 #include <linux/sched.h>
 
@@ -369,6 +365,7 @@ static void fetch_end(struct tmem_fetch *fetch)
 			tmem_get_lost(fetch, sent);
 	}
 	if (fetch->nr_sent) {
+		tmem_count(fetch->late ? TMEM_STAT_fetches_late : TMEM_STAT_fetches_answered);
 		fetch_forget(dev, fetch);
 		/* A reader may have come to pages that were read in advance. */
 		tmem_breaker_note(dev, fetch->late, fetch->awaited || is_waited_for(fetch),
@@ -403,37 +400,14 @@ static void fetched(struct tasklet_struct *tasklet)
 			break;
 		queue->fetched_rest = fetch->node.next;
 		fetch_end(fetch);
-		if (fetch->nr_sent) {
+		if (fetch->nr_sent)
 			pages += fetch->nr;
-			tmem_count(fetch->late ? TMEM_STAT_fetches_late :
-				   TMEM_STAT_fetches_answered);
-		}
 		fetch->done(fetch);
 		pages += start_waiting(dev);
 		tmem_dev_put(dev);
 	}
 	if (queue->fetched_rest || !llist_empty(&queue->fetched))
 		tasklet_schedule(tasklet);
-}
-
-/*
- * Polls for the answers for a short time, because an idle host answers faster than a context switch
- * takes.
- */
-static void fetch_poll(struct tmem_fetch *fetch)
-{
-	u64 end_ns = fetch->sent_ns + tmem_get_spin_ns();
-	struct tmem_get_sent *sent = fetch->sent;
-
-	while (atomic_read(&fetch->pending) > 1 && ktime_get_ns() < end_ns && !need_resched()) {
-		/* Answers for others raise a softirq, for which a task would wake a thread. */
-		local_bh_disable();
-		tmem_send_drain(sent->queue);
-		local_bh_enable();
-		if (++sent == end_of(fetch))
-			sent = fetch->sent;
-		cpu_relax();
-	}
 }
 
 /* Returns the device, if it may be used; or counts the reason. */
@@ -464,8 +438,7 @@ none:
  *
  * On a hit, the bit in fetch->want stays set.
  *
- * Context: process, interrupts on, does not sleep. Polls for the time of the parameter spin_us if a
- * reader will wait for the pages.
+ * Context: process, interrupts on, does not sleep.
  *
  * Return: true if the fetch has ended. Otherwise it ends at its deadline at the latest, and calls
  * fetch->done().
@@ -492,14 +465,10 @@ bool tmem_fetch_start(struct tmem_fetch *fetch)
 	if (fetch->nr_sent) {
 		tmem_count(TMEM_STAT_fetches);
 		fetch_add(dev, fetch);
-		if (fetch->awaited)
-			fetch_poll(fetch);
 	}
 	TMEM_HOLD(fetch);
 	if (!atomic_dec_and_test(&fetch->pending))
 		return false;
-	if (fetch->nr_sent)
-		tmem_count(TMEM_STAT_fetches_polled);
 	fetch_end(fetch);
 	start_waiting(dev);
 	tmem_dev_put(dev);

@@ -49,7 +49,7 @@ struct tmem_fetch {
 	unsigned long *want;
 	u64 *check64;			/* content checks of the pages that were got */
 	u64 deadline_ns;		/* from tmem_get_deadline_ns() */
-	bool awaited;			/* a reader will wait for the pages: poll for the answers */
+	bool awaited;			/* a reader will wait for the pages */
 	bool ahead;			/* no reader wants the pages yet */
 	struct page *first;		/* a reader of the pages waits for this one */
 	/* Called when the fetch has ended, in a tasklet. */
@@ -87,7 +87,6 @@ static inline bool tmem_get_done(struct tmem_get_req *get)
 
 /* implemented in request.c */
 u64 tmem_get_span_ns(void);
-u64 tmem_get_spin_ns(void);
 int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool);
 bool tmem_get_abandon(struct tmem_get_req *get);
 bool tmem_get_wait(struct tmem_get_req *get, u64 deadline_ns);

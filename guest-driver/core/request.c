@@ -25,8 +25,6 @@
 
 /* Largest deadline. A reader that would have to wait longer should read the disk instead. */
 #define DEADLINE_MS_MAX		1000
-/* Longest spin in microseconds. A spin that is longer than a context switch wastes a vCPU. */
-#define SPIN_US_MAX		1000
 
 /* --- parameters ---------------------------------------------------------------------------- */
 
@@ -35,29 +33,14 @@ static int set_deadline_ms(const char *value, const struct kernel_param *param)
 	return param_set_uint_minmax(value, param, 1, DEADLINE_MS_MAX);
 }
 
-static int set_spin_us(const char *value, const struct kernel_param *param)
-{
-	return param_set_uint_minmax(value, param, 0, SPIN_US_MAX);
-}
-
 static const struct kernel_param_ops deadline_ms_ops = {
 	.set = set_deadline_ms,
-	.get = param_get_uint,
-};
-
-static const struct kernel_param_ops spin_us_ops = {
-	.set = set_spin_us,
 	.get = param_get_uint,
 };
 
 static unsigned int deadline_ms = 20;
 module_param_cb(deadline_ms, &deadline_ms_ops, &deadline_ms, 0644);
 MODULE_PARM_DESC(deadline_ms, "longest time in ms that one bio waits for the host (1-1000, default 20)");
-
-/* On a host whose processors are shared, a reader that polls takes time from other guests. */
-static unsigned int spin_us;
-module_param_cb(spin_us, &spin_us_ops, &spin_us, 0644);
-MODULE_PARM_DESC(spin_us, "time in us for which a reader polls for an answer before it sleeps (0-1000, default 0)");
 
 /**
  * tmem_get_span_ns() - return the time from the begin of a wait to its deadline
@@ -67,16 +50,6 @@ MODULE_PARM_DESC(spin_us, "time in us for which a reader polls for an answer bef
 u64 tmem_get_span_ns(void)
 {
 	return (u64)READ_ONCE(deadline_ms) * NSEC_PER_MSEC;
-}
-
-/**
- * tmem_get_spin_ns() - return the time for which a reader polls for an answer
- *
- * Return: time in ns.
- */
-u64 tmem_get_spin_ns(void)
-{
-	return (u64)READ_ONCE(spin_us) * NSEC_PER_USEC;
 }
 
 /**

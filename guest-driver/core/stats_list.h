@@ -86,12 +86,10 @@ TMEM_STAT(misses_answer)
 TMEM_STAT(misses_check)
 
 /*
- * Fetches (gets of one bio) that sent a request, and their ends: all
- * answers came while the reader polled; all came later; one did not come before the deadline. The
- * other fetches are in flight.
+ * Fetches (gets of one bio) that sent a request, and their ends: all answers came; one did not come
+ * before the deadline. The other fetches are in flight.
  */
 TMEM_STAT(fetches)
-TMEM_STAT(fetches_polled)
 TMEM_STAT(fetches_answered)
 TMEM_STAT(fetches_late)
 /* Waits of fetches for bounce pages or a request. */

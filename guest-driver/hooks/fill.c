@@ -10,10 +10,9 @@
  * all pages of a bio. Held pages between others come from the disk. A get that fails leaves its
  * pages to the disk.
  *
- * No function of this file sleeps. A task that will wait for the bio first polls for answers for
- * spin_us. If all pages are then filled, the bio has ended. Otherwise it is in flight, as on its
- * way to a disk, and the task sleeps until its folio is unlocked. A tasklet ends the bio, or a work
- * item submits the rest of it to the disk.
+ * No function of this file sleeps. The bio is in flight, as on its way to a disk, unless the put
+ * ring has all of its pages. A tasklet ends the bio, or a work item submits the rest of it to the
+ * disk.
  *
  * A get and a write of the same block: a get that begins while a write may be in flight is left to
  * the disk, and so is one whose block a write has reached before the answer. So a reader never sees

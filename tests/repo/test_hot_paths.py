@@ -112,7 +112,6 @@ ALLOWED = {
     ("request_send", "set_bit(queue->nr)"): "each batch, if irq_work waits for the tick",
     ("send_turn", "spin_lock_irqsave(&queue->send_lock)"): "each batch of one queue",
     ("send_turn", "spin_lock(&queue->vq_lock)"): "each batch of one queue",
-    ("tmem_send_drain", "spin_lock_irqsave(&queue->vq_lock)"): "polls of one queue",
     ("submit", "spin_lock(&queue->vq_lock)"): "each batch of one queue",
     ("send_flushes", "spin_lock(&queue->ring_lock)"): "up to 64 ranges of one queue",
     ("tmem_ring_free", "spin_lock(&queue->ring_lock)"): "each answered batch of one queue",

@@ -224,7 +224,6 @@ def test_changed_switches_and_parameters_trigger_no_kernel_report(
         echo off >{PARAMETERS}/admission
         echo 1 >{PARAMETERS}/verify_every
         echo 1 >{PARAMETERS}/deadline_ms
-        echo 0 >{PARAMETERS}/spin_us
         {COMMAND} policy {WHERE} never >/dev/null || test $? = {SOME}
         echo Y >{PARAMETERS}/drop_caches_flush
         echo 3 >/proc/sys/vm/drop_caches
@@ -242,7 +241,6 @@ def test_changed_switches_and_parameters_trigger_no_kernel_report(
         {COMMAND} policy {WHERE} default >/dev/null || test $? = {SOME}
         echo N >{PARAMETERS}/drop_caches_flush
         echo {DEADLINE_MS} >{PARAMETERS}/deadline_ms
-        echo 30 >{PARAMETERS}/spin_us
     """
     torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
     for _ in range(TURNS):
