@@ -536,8 +536,10 @@ static void wrap_submit_bio(struct bio *bio)
 
 static bool wants_submit_bio(struct tmem_args *args)
 {
-	const struct bio *bio = (void *)tmem_arg(args, 0);
+	struct bio *bio = (void *)tmem_arg(args, 0);
 
+	if (bio_has_data(bio))
+		tmem_note_page(bio_page(bio));
 	return bio->bi_bdev && tmem_area_serves(bio->bi_bdev->bd_disk);
 }
 

@@ -128,6 +128,7 @@ bool tmem_is_filled(struct page *page, const struct super_block *sb);
 bool tmem_is_flushed(struct page *page, const struct super_block *sb);
 bool tmem_is_block(const struct bio_vec *bv, u64 place);
 bool tmem_is_awaited(struct bio *bio);
+void tmem_note_page(struct page *page);
 
 /* Result of tmem_fill(): what is filled of a bio. */
 enum tmem_filled {

@@ -213,12 +213,8 @@ static struct file_system_type *type_of_supers(const struct tmem_fs_type *type)
 static void discover_fn(struct work_struct *work)
 {
 	unsigned int found_before = READ_ONCE(found), i;
-	bool all_active = true;
 
-	/*
-	 * A hook may queue this work item just before tmem_fs_stop(). The hooks may then be removed
-	 * already, and the work must not register a tracepoint again.
-	 */
+	/* A hook may have queued this work item just after tmem_fs_stop() cancelled it. */
 	if (READ_ONCE(tmem_fs_stopped))
 		return;
 	for (i = 0; i < NR_TMEM_FS_TYPES; i++) {
@@ -237,17 +233,11 @@ static void discover_fn(struct work_struct *work)
 			if (type->fst)
 				iterate_supers_type(type_of_supers(type), tmem_fs_seen, type);
 		}
-		all_active &= READ_ONCE(type->active);
 	}
 	if (READ_ONCE(found) != found_before)
 		WRITE_ONCE(tmem_fs_fruitless, 0);
 	else if (tmem_fs_fruitless < TMEM_FRUITLESS_MAX)
 		WRITE_ONCE(tmem_fs_fruitless, tmem_fs_fruitless + 1);
-	/*
-	 * Once each type has a mount, stop watching pages that are added to the page cache: the
-	 * hooks of mounts and of evictions report further mounts.
-	 */
-	tmem_probe_new_mounts(!all_active);
 }
 
 /**

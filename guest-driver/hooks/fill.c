@@ -76,18 +76,50 @@ static void fill_gone(void)
 	atomic_dec(&nr_fills);
 }
 
+/*
+ * Returns the inode of a folio's mapping, or NULL. Another task may own the lock or the writeback,
+ * and evict the inode. So the caller holds the RCU read lock.
+ */
+static const struct inode *inode_of(struct folio *folio)
+{
+	const struct address_space *mapping = folio_mapping(folio);
+
+	return mapping ? mapping->host : NULL;
+}
+
 static bool is_of_file(struct folio *folio, const struct super_block *sb)
 {
-	struct address_space *mapping;
+	const struct inode *inode;
 	bool same;
 
-	/* Another task may own the lock or the writeback, and evict the inode. */
 	rcu_read_lock();
-	mapping = folio_mapping(folio);
-	same = mapping && mapping->host && S_ISREG(mapping->host->i_mode) &&
-	       mapping->host->i_sb == sb;
+	inode = inode_of(folio);
+	same = inode && S_ISREG(inode->i_mode) && inode->i_sb == sb;
 	rcu_read_unlock();
 	return same;
+}
+
+/**
+ * tmem_note_page() - request a discovery if the mount of a page is not known
+ * @page: the first page of a bio that is being submitted
+ *
+ * The mount may be older than the hooks, or the kernel has no hook of mounts. Small files of btrfs
+ * and f2fs are in pages of metadata.
+ *
+ * Context: any but NMI.
+ */
+void tmem_note_page(struct page *page)
+{
+	struct folio *folio = page_folio(page);
+	const struct inode *inode;
+
+	if (!folio_test_locked(folio) && !folio_test_writeback(folio))
+		return;
+	rcu_read_lock();
+	inode = inode_of(folio);
+	if (inode && !tmem_fs_find(inode->i_sb))
+		tmem_fs_note(inode->i_sb);
+	rcu_read_unlock();
 }
 
 /**

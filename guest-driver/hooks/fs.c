@@ -3,7 +3,7 @@
  * File systems: the types that the driver serves, and the table of their known mounts. discover.c
  * finds the mounts. The hooks call this file to look mounts up, and to request a discovery.
  *
- * A mount gets a pool when it is made, or when a page of one of its files is seen. Hooks look a
+ * A mount gets a pool when it is made, or when a hook sees a page of one of its files. Hooks look a
  * mount up by the address of its super block, in atomic context, under RCU. The mount leaves the
  * table before generic_shutdown_super() begins, so an address that is used again finds an empty
  * pool.

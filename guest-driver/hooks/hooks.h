@@ -218,7 +218,6 @@ bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *
 
 void tmem_probe_removed(void *data, struct folio *folio);
 void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping);
-void tmem_probe_added(void *data, struct folio *folio);
 unsigned int tmem_folio_freed(struct folio *folio, unsigned int most);
 
 /* --- free.c -------------------------------------------------------------------------------- */
@@ -229,7 +228,6 @@ int tmem_free_add(void);
 
 int tmem_probes_register(void);
 void tmem_probes_unregister(void);
-void tmem_probe_new_mounts(bool on);
 
 /* --- ftrace.c, or intree.c ----------------------------------------------------------------- */
 

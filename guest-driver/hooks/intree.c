@@ -21,7 +21,7 @@ EXPORT_SYMBOL_GPL(tmem_hooks_key);
 /* Written in process context, by one task at a time. An entry below nr_targets never changes. */
 static struct tmem_target targets[TMEM_TARGETS_MAX];
 static unsigned int nr_targets;
-static bool targets_on, probes_on, added_on;
+static bool targets_on, probes_on;
 
 DEFINE_PER_CPU(long, tmem_nr_inside);
 
@@ -74,18 +74,6 @@ unlock:
 #define ARG(pointer) ((unsigned long)(pointer))
 
 /* --- called by the kernel ------------------------------------------------------------------ */
-
-/**
- * tmem_hook_added() - handle a folio that was added to the page cache
- * @folio: the folio
- */
-void tmem_hook_added(struct folio *folio)
-{
-	rcu_read_lock();
-	if (READ_ONCE(added_on))
-		tmem_probe_added(NULL, folio);
-	rcu_read_unlock();
-}
 
 /**
  * tmem_hook_removed() - handle a folio that is about to leave the page cache
@@ -375,16 +363,6 @@ int tmem_probes_register(void)
 }
 
 /**
- * tmem_probe_new_mounts() - start or stop looking for file systems when pages are added to the page
- *                           cache
- * @on: true to start
- */
-void tmem_probe_new_mounts(bool on)
-{
-	WRITE_ONCE(added_on, on);
-}
-
-/**
  * tmem_probes_unregister() - stop calling the driver's probe functions and wait until none runs
  */
 void tmem_probes_unregister(void)
@@ -392,6 +370,5 @@ void tmem_probes_unregister(void)
 	if (probes_on)
 		static_branch_dec(&tmem_hooks_key);
 	WRITE_ONCE(probes_on, false);
-	WRITE_ONCE(added_on, false);
 	synchronize_rcu();
 }

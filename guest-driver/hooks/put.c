@@ -245,22 +245,3 @@ void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *map
 		tmem_record_dirty(folio);
 	rcu_read_unlock();
 }
-
-/**
- * tmem_probe_added() - request a discovery if the file system of a folio is not known yet
- * @data: unused
- * @folio: the folio, which was added to the page cache
- *
- * Context: any but NMI.
- */
-void tmem_probe_added(void *data, struct folio *folio)
-{
-	struct inode *inode = folio->mapping ? folio->mapping->host : NULL;
-
-	if (!inode || !S_ISREG(inode->i_mode))
-		return;
-	rcu_read_lock();
-	if (!tmem_fs_find(inode->i_sb))
-		tmem_fs_note(inode->i_sb);
-	rcu_read_unlock();
-}

@@ -82,7 +82,7 @@ int tmem_vfs_add(void)
 		  tmem_wants_fadvise },
 		/*
 		 * Without this hook, the driver registers a mount when it sees the mount's first
-		 * page.
+		 * bio.
 		 */
 		{ (unsigned long)security_sb_set_mnt_opts, TMEM_HOOK_MOUNT, NULL,
 		  wrap_set_mnt_opts, wants_set_mnt_opts },
