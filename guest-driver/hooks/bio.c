@@ -591,21 +591,24 @@ void tmem_probe_rq_issue(void *data, struct request *rq)
 			tmem_area_unseen(disk, bio->bi_iter.bi_sector, bio_sectors(bio));
 }
 
-/**
- * tmem_bio_add() - hook submit_bio()
- *
- * Return: 0 or an error, which tmem_hooks_off() has reported.
- */
-int tmem_bio_add(void)
-{
-	const struct tmem_target target = {
+const struct tmem_target tmem_bio_targets[] = {
+	{
+		.name = "submit_bio",
 		.addr = (unsigned long)submit_bio,
 		.hook = TMEM_HOOK_BIO,
 		.wrap = wrap_submit_bio,
 		.wanted = wants_submit_bio,
-	};
+	},
+	{}
+};
+
+/**
+ * tmem_bio_init() - prepare for bios
+ */
+void tmem_bio_init(void)
+{
 	struct bio child, parent;
-	int cpu, err;
+	int cpu;
 
 	for_each_possible_cpu(cpu) {
 		init_llist_head(&per_cpu(ended, cpu).list);
@@ -616,10 +619,6 @@ int tmem_bio_add(void)
 	bio_init(&parent, NULL, NULL, 0, 0);
 	bio_chain(&child, &parent);
 	chain_end_io = child.bi_end_io;
-	err = tmem_target_add(&target);
-	if (err)
-		tmem_hooks_off("cannot hook submit_bio: error %d", err);
-	return err;
 }
 
 /**

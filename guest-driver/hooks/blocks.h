@@ -152,7 +152,7 @@ void tmem_fill_exit(void);
 /* --- bio.c --------------------------------------------------------------------------------- */
 
 bool tmem_bio_begin(struct bio *bio);
-int tmem_bio_add(void);
+void tmem_bio_init(void);
 void tmem_bio_wait(void);
 void tmem_probe_bio_queue(void *data, struct bio *bio);
 void tmem_probe_rq_issue(void *data, struct request *rq);

@@ -77,16 +77,7 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 	return ret;
 }
 
-/**
- * tmem_wrap_fadvise() - replacement of generic_fadvise()
- * @file: the file
- * @offset: start of the range in bytes
- * @len: length of the range in bytes, or 0 up to the end of the file
- * @advice: POSIX_FADV_...
- *
- * Return: result of the original generic_fadvise().
- */
-int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
+static int wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
 {
 	int ret;
 
@@ -100,15 +91,20 @@ int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
 	return ret;
 }
 
-/**
- * tmem_wants_fadvise() - check whether to replace a call of generic_fadvise()
- * @args: arguments of the call; the first is the file
- *
- * Return: true if the file is on a file system that is served.
- */
-bool tmem_wants_fadvise(struct tmem_args *args)
+static bool wants_fadvise(struct tmem_args *args)
 {
 	const struct file *file = (void *)tmem_arg(args, 0);
 
 	return tmem_fs_serves(file_inode(file)->i_sb);
 }
+
+const struct tmem_target tmem_fadvise_targets[] = {
+	{
+		.name = "generic_fadvise",
+		.addr = (unsigned long)generic_fadvise,
+		.hook = TMEM_HOOK_FADVISE,
+		.wrap = wrap_fadvise,
+		.wanted = wants_fadvise,
+	},
+	{}
+};

@@ -11,8 +11,6 @@
  * to it for a moment. Then the page is freed elsewhere, and is not put. Pages that an interrupt
  * frees are not put either, because the interrupted task may use the processor's scratch page.
  */
-#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
-
 #include <linux/hugetlb.h>
 #include <linux/mm.h>
 
@@ -60,34 +58,12 @@ static void entry_free_large(struct tmem_args *args)
 
 #endif
 
-static const struct {
-	const char *name;
-	struct tmem_target target;
-} functions[] = {
+const struct tmem_target tmem_free_targets[] = {
 #if TMEM_FREES_BATCHES
-	{ "free_unref_folios", { .hook = TMEM_HOOK_FREE, .entry = entry_free } },
+	{ .name = "free_unref_folios", .hook = TMEM_HOOK_FREE, .entry = entry_free },
 #else
-	{ "free_unref_page_list", { .hook = TMEM_HOOK_FREE, .entry = entry_free_list } },
-	{ "destroy_large_folio", { .hook = TMEM_HOOK_FREE, .entry = entry_free_large } },
+	{ .name = "free_unref_page_list", .hook = TMEM_HOOK_FREE, .entry = entry_free_list },
+	{ .name = "destroy_large_folio", .hook = TMEM_HOOK_FREE, .entry = entry_free_large },
 #endif
+	{}
 };
-
-/**
- * tmem_free_add() - hook the functions that free folios
- *
- * Return: 0 or an error, which tmem_hooks_off() has reported.
- */
-int tmem_free_add(void)
-{
-	unsigned int i;
-	int err;
-
-	for (i = 0; i < ARRAY_SIZE(functions); i++) {
-		err = tmem_target_add_name(functions[i].name, &functions[i].target);
-		if (err) {
-			tmem_hooks_off("cannot hook %s: error %d", functions[i].name, err);
-			return err;
-		}
-	}
-	return 0;
-}

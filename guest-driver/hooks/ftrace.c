@@ -106,66 +106,56 @@ void tmem_targets_reset(void)
 	};
 }
 
+/* Sets the address of a function of which only the name is known. */
+static int find_function(struct tmem_target *target)
+{
+	/* A disabled kprobe is registered only to find the address of the function by its name. */
+	struct kprobe probe = { .symbol_name = target->name, .flags = KPROBE_FLAG_DISABLED };
+	int err = register_kprobe(&probe);
+
+	if (err)
+		return err;
+	target->addr = (unsigned long)probe.addr;
+	unregister_kprobe(&probe);
+	return 0;
+}
+
 /**
  * tmem_target_add() - watch a function
- * @target: function and actions; copied. Adding an equal target again is no error.
+ * @target: function and actions; copied
  *
  * Context: process, one call at a time, before tmem_targets_start() or after it.
  *
  * Return: 0; -EBUSY if a live patch or the like redirects the function already; -EINVAL if it
- * cannot be traced; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the address has
- * another target.
+ * cannot be traced; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the address has a
+ * target; -ENOENT if the kernel has no such function.
  */
 int tmem_target_add(const struct tmem_target *target)
 {
-	const struct tmem_target *old = find_target(target->addr);
-	int err;
+	struct tmem_target *new = &targets[nr_targets];
+	int err = 0;
 
-	if (old)
-		return old->hook == target->hook && old->wrap == target->wrap ? 0 : -EEXIST;
 	if (nr_targets == TMEM_TARGETS_MAX)
 		return -ENOSPC;
-
+	*new = *target;
+	if (!new->addr)
+		err = find_function(new);
+	if (err)
+		return err;
+	if (find_target(new->addr))
+		return -EEXIST;
 	/*
 	 * Enter the function into the table before ftrace traces it; otherwise its first calls
-	 * could find no target.
+	 * could find no target. Complete the entry before counting it; pairs with find_target().
 	 */
-	targets[nr_targets] = *target;
-	/* Complete the entry before counting it; pairs with find_target(). */
 	smp_store_release(&nr_targets, nr_targets + 1);
 	filtered = true;
-	err = ftrace_set_filter_ip(&tmem_ftrace_ops, target->addr, 0, 0);
+	err = ftrace_set_filter_ip(&tmem_ftrace_ops, new->addr, 0, 0);
 	if (err)
 		WRITE_ONCE(nr_targets, nr_targets - 1);
 	else if (registered)
-		tmem_hooks_set(target->hook);
+		tmem_hooks_set(new->hook);
 	return err;
-}
-
-/**
- * tmem_target_add_name() - watch a function whose address is not known
- * @symbol: its name
- * @target: the other fields of the target; copied
- *
- * A replacement of such a function cannot call the original function. The kernel never takes the
- * address of the function, so with indirect branch tracking the function may have lost the mark
- * that allows a call by address.
- *
- * Return: as tmem_target_add(), or -ENOENT if the kernel has no such function.
- */
-int tmem_target_add_name(const char *symbol, const struct tmem_target *target)
-{
-	/* A disabled kprobe is registered only to find the address of the function by its name. */
-	struct kprobe probe = { .symbol_name = symbol, .flags = KPROBE_FLAG_DISABLED };
-	struct tmem_target found = *target;
-	int err;
-
-	err = register_kprobe(&probe);
-	if (err)
-		return err;
-	found.addr = (unsigned long)probe.addr;
-	unregister_kprobe(&probe);
-	return tmem_target_add(&found);
 }
 
 /**

@@ -21,7 +21,7 @@
 #include "../tmem.h"
 #include "attach.h"
 
-/* Bits of the mask that tmem_core_set_hooks() gets. tmem_hook_names[] has the names. */
+/* Bits of the mask that tmem_core_set_hooks() gets. */
 enum tmem_hook {
 	TMEM_HOOK_REMOVED,	/* tracepoint: page leaves the page cache */
 	TMEM_HOOK_FREE,		/* free_unref_folios(): makes puts */
@@ -40,7 +40,6 @@ enum tmem_hook {
 
 /* --- state.c ------------------------------------------------------------------------------- */
 
-extern const char *const tmem_hook_names[NR_TMEM_HOOKS];
 /* True while puts and gets are allowed. */
 extern bool tmem_hooks_on;
 /* True if untested kernels and file systems are served. */
@@ -220,10 +219,6 @@ void tmem_probe_removed(void *data, struct folio *folio);
 void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping);
 unsigned int tmem_folio_freed(struct folio *folio, unsigned int most);
 
-/* --- free.c -------------------------------------------------------------------------------- */
-
-int tmem_free_add(void);
-
 /* --- tracepoints.c, or intree.c ------------------------------------------------------------ */
 
 int tmem_probes_register(void);
@@ -233,8 +228,15 @@ void tmem_probes_unregister(void);
 
 /*
  * Function of the kernel that the driver watches or replaces. Each address has at most one target.
+ * Lists of targets end with an entry without a name.
  */
 struct tmem_target {
+	const char *name;
+	/*
+	 * If it is 0, the name finds the function. Then a replacement cannot call the original: the
+	 * kernel never takes the address of the function, so with indirect branch tracking the
+	 * function may have lost the mark that allows a call by address.
+	 */
 	unsigned long addr;
 	enum tmem_hook hook;
 	/* Called with the function's arguments when it is entered, in any context. */
@@ -253,10 +255,11 @@ struct tmem_target {
 	 * name. In a kernel with the patches of intree/, that function alone calls the hook.
 	 */
 	const char *caller;
+	/* Says what the driver does not do without the hook. NULL if coherence depends on it. */
+	const char *without;
 };
 
 int tmem_target_add(const struct tmem_target *target);
-int tmem_target_add_name(const char *symbol, const struct tmem_target *target);
 int tmem_targets_start(void);
 bool tmem_targets_stop(void);
 void tmem_targets_reset(void);
@@ -285,28 +288,20 @@ static inline void tmem_leave(void)
 	barrier();
 }
 
-/* --- vfs.c --------------------------------------------------------------------------------- */
+/* --- targets of the files that have hooks --------------------------------------------------- */
 
-int tmem_vfs_add(void);
-void tmem_drop_slab_add(void);
-
-/* --- reclaim.c ----------------------------------------------------------------------------- */
-
-void tmem_reclaim_add(void);
-
-/* --- readahead.c --------------------------------------------------------------------------- */
-
-void tmem_readahead_add(void);
-
-/* --- migrate.c ----------------------------------------------------------------------------- */
-
-void tmem_migrate_add(void);
+extern const struct tmem_target tmem_vfs_targets[];
+extern const struct tmem_target tmem_fadvise_targets[];
+extern const struct tmem_target tmem_bio_targets[];
+extern const struct tmem_target tmem_free_targets[];
+extern const struct tmem_target tmem_reclaim_targets[];
+extern const struct tmem_target tmem_readahead_targets[];
+extern const struct tmem_target tmem_migrate_targets[];
+extern const struct tmem_target tmem_selftest_targets[];
 
 /* --- fadvise.c ----------------------------------------------------------------------------- */
 
 bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
-int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice);
-bool tmem_wants_fadvise(struct tmem_args *args);
 
 /* --- verify.c ------------------------------------------------------------------------------ */
 
@@ -320,7 +315,6 @@ void tmem_device_exit(void);
 
 /* --- selftest.c ---------------------------------------------------------------------------- */
 
-const char *tmem_selftest_add(void);
 const char *tmem_selftest_run(void);
 
 #endif /* _TMEM_HOOKS_H */

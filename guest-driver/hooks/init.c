@@ -132,24 +132,47 @@ static bool hooks_down(void)
 	return stopped;
 }
 
+static const struct tmem_target *const target_lists[] = {
+	tmem_vfs_targets, tmem_fadvise_targets, tmem_bio_targets, tmem_free_targets,
+	tmem_reclaim_targets, tmem_readahead_targets, tmem_migrate_targets, tmem_selftest_targets,
+};
+
+/*
+ * Hooks the functions on which coherence depends, or the others. Returns 0, or an error that
+ * tmem_hooks_off() has reported.
+ */
+static int add_targets(bool needed)
+{
+	const struct tmem_target *target;
+	unsigned int i;
+	int err;
+
+	for (i = 0; i < ARRAY_SIZE(target_lists); i++) {
+		for (target = target_lists[i]; target->name; target++) {
+			if (needed == !!target->without)
+				continue;
+			err = tmem_target_add(target);
+			if (err && needed) {
+				tmem_hooks_off("cannot hook %s: error %d", target->name, err);
+				return err;
+			}
+			if (err)
+				pr_info("cannot hook %s: error %d; %s\n", target->name, err,
+					target->without);
+		}
+	}
+	return 0;
+}
+
 static int hooks_up(void)
 {
 	const char *why;
 	int err;
 
 	tmem_targets_reset();
-	err = tmem_vfs_add();
-	if (!err)
-		err = tmem_bio_add();
-	if (!err)
-		err = tmem_free_add();
+	err = add_targets(true);
 	if (err)
 		return err;
-	why = tmem_selftest_add();
-	if (why) {
-		tmem_hooks_off("self-test: %s", why);
-		return -EINVAL;
-	}
 	err = tmem_probes_register();
 	if (err)
 		return err;
@@ -170,10 +193,7 @@ static int hooks_up(void)
 	 * Add the hooks on which coherence does not depend one by one, after the others are live.
 	 * If a live patch redirects one of these functions, only this hook is missing.
 	 */
-	tmem_drop_slab_add();
-	tmem_reclaim_add();
-	tmem_migrate_add();
-	tmem_readahead_add();
+	add_targets(false);
 	tmem_hooks_set(TMEM_HOOK_REMOVED);
 	tmem_hooks_set(TMEM_HOOK_DIRTY);
 	return 0;
@@ -274,6 +294,7 @@ int tmem_hooks_init(void)
 	int err;
 
 	tmem_fs_setup();
+	tmem_bio_init();
 	err = tmem_mounts_init();
 	if (err)
 		return err;

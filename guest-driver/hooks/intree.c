@@ -275,18 +275,16 @@ void tmem_targets_reset(void)
 
 /**
  * tmem_target_add() - watch a function
- * @target: function and actions; copied. Adding an equal target again is no error.
+ * @target: function and actions; copied
  *
  * Context: process, one call at a time, before tmem_targets_start() or after it.
  *
- * Return: 0; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the hook has another target.
+ * Return: 0; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the hook has a target.
  */
 int tmem_target_add(const struct tmem_target *target)
 {
-	const struct tmem_target *old = find_target(target->hook);
-
-	if (old)
-		return old->hook == target->hook && old->wrap == target->wrap ? 0 : -EEXIST;
+	if (find_target(target->hook))
+		return -EEXIST;
 	if (nr_targets == TMEM_TARGETS_MAX)
 		return -ENOSPC;
 	targets[nr_targets] = *target;
@@ -295,18 +293,6 @@ int tmem_target_add(const struct tmem_target *target)
 	if (targets_on)
 		tmem_hooks_set(target->hook);
 	return 0;
-}
-
-/**
- * tmem_target_add_name() - watch a function that has a hook of its own
- * @symbol: name of the function; unused, because the hook identifies the function
- * @target: the target; copied
- *
- * Return: as tmem_target_add().
- */
-int tmem_target_add_name(const char *symbol, const struct tmem_target *target)
-{
-	return tmem_target_add(target);
 }
 
 /**

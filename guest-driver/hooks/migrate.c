@@ -8,8 +8,6 @@
  *
  * Both folios are locked and not mapped, and no transfer of them is in flight.
  */
-#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
-
 #include <linux/migrate.h>
 #include <linux/pagemap.h>
 
@@ -25,21 +23,13 @@ static void entry_migrate(struct tmem_args *args)
 		tmem_record_move(to, from);
 }
 
-/**
- * tmem_migrate_add() - hook page migration
- *
- * Coherence does not depend on this hook. Without it, pages that were moved are not put.
- */
-void tmem_migrate_add(void)
-{
-	const struct tmem_target target = {
+const struct tmem_target tmem_migrate_targets[] = {
+	{
+		.name = "folio_migrate_flags",
 		.addr = (unsigned long)folio_migrate_flags,
 		.hook = TMEM_HOOK_MIGRATE,
 		.entry = entry_migrate,
-	};
-	int err = tmem_target_add(&target);
-
-	if (err)
-		pr_info("cannot hook folio_migrate_flags: error %d; pages that the kernel moves are not put\n",
-			err);
-}
+		.without = "pages that the kernel moves are not put",
+	},
+	{}
+};

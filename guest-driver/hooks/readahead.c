@@ -14,8 +14,6 @@
  * The order is in the readahead state of the open file. The kernel changes this state without a
  * lock, and so does this hook. In the worst case a window has smaller or larger folios.
  */
-#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
-
 #include <linux/fs.h>
 #include <linux/pagemap.h>
 
@@ -38,28 +36,16 @@ static void entry_ra_order(struct tmem_args *args)
 		WRITE_ONCE(ra->order, READAHEAD_ORDER_MAX);
 }
 
-/**
- * tmem_readahead_add() - hook readahead
- *
- * Coherence does not depend on this hook. Without it, the put ring takes fewer pages of streams.
- */
-void tmem_readahead_add(void)
-{
-	const struct tmem_target target = {
+#endif
+
+const struct tmem_target tmem_readahead_targets[] = {
+#if TMEM_HAS_RA_ORDER
+	{
+		.name = "page_cache_ra_order",
 		.hook = TMEM_HOOK_READAHEAD,
 		.entry = entry_ra_order,
-	};
-	int err = tmem_target_add_name("page_cache_ra_order", &target);
-
-	if (err)
-		pr_info("cannot hook page_cache_ra_order: error %d; fewer pages of large folios are put\n",
-			err);
-}
-
-#else
-
-void tmem_readahead_add(void)
-{
-}
-
+		.without = "fewer pages of large folios are put",
+	},
 #endif
+	{}
+};

@@ -8,7 +8,7 @@
  * and the migration to slower memory call try_to_unmap_flush() with locks, and reclaim may run
  * both. So only calls from shrink_folio_list() are replaced.
  *
- * The replacement cannot call the original (tmem_target_add_name()). So a call that has to flush a
+ * The replacement cannot call the original (struct tmem_target). So a call that has to flush a
  * TLB is not replaced. In a guest with several processors, this is the first call after
  * shrink_folio_list() has unmapped a page from a process that may have run on another processor.
  * So tasks seldom wait while most of the pages that they evict are mapped by processes.
@@ -17,8 +17,6 @@
  * either. In a kernel with the patches of intree/, shrink_folio_list() begins with a call of the
  * hook instead.
  */
-#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
-
 #include "../compat.h"
 #include "hooks.h"
 
@@ -34,23 +32,14 @@ static bool wants_reclaim(struct tmem_args *args)
 	return tmem_pace_wanted() && !tmem_unmap_flush_required();
 }
 
-/**
- * tmem_reclaim_add() - hook reclaim
- *
- * Coherence does not depend on this hook. Without it, more pages are dropped when the put ring is
- * full.
- */
-void tmem_reclaim_add(void)
-{
-	const struct tmem_target target = {
+const struct tmem_target tmem_reclaim_targets[] = {
+	{
+		.name = "try_to_unmap_flush",
 		.hook = TMEM_HOOK_RECLAIM,
 		.wrap = wrap_reclaim,
 		.wanted = wants_reclaim,
 		.caller = "shrink_folio_list",
-	};
-	int err = tmem_target_add_name("try_to_unmap_flush", &target);
-
-	if (err)
-		pr_info("cannot hook try_to_unmap_flush: error %d; reclaim does not wait for the host\n",
-			err);
-}
+		.without = "reclaim does not wait for the host, and more pages are dropped",
+	},
+	{}
+};

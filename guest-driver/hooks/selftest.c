@@ -59,24 +59,16 @@ static struct file_system_type selftest_fs = {
 	.kill_sb = kill_anon_super,
 };
 
-/**
- * tmem_selftest_add() - hook the function that the test redirects
- *
- * Return: NULL or a description of the failure.
- */
-const char *tmem_selftest_add(void)
-{
-	const struct tmem_target target = {
+/* A kernel with the patches of intree/ redirects no function. */
+const struct tmem_target tmem_selftest_targets[] = {
+	{
+		.name = TMEM_BUILT_IN ? NULL : "selftest_readahead",
 		.addr = (unsigned long)selftest_readahead,
 		.hook = TMEM_HOOK_SELFTEST,
 		.wrap = wrap_selftest_readahead,
-	};
-
-	/* A kernel with the patches of intree/ redirects no function. */
-	if (!TMEM_BUILT_IN && tmem_target_add(&target))
-		return "a function of this module cannot be hooked";
-	return NULL;
-}
+	},
+	{}
+};
 
 static void selftest_read(struct address_space *mapping)
 {

@@ -14,21 +14,6 @@ bool tmem_allow_untested;
 module_param_named(allow_untested, tmem_allow_untested, bool, 0444);
 MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones or are too old, and file systems whose block size is not tested");
 
-const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
-	[TMEM_HOOK_REMOVED] = "removed",
-	[TMEM_HOOK_FREE] = "free",
-	[TMEM_HOOK_DIRTY] = "dirty",
-	[TMEM_HOOK_BIO] = "bio",
-	[TMEM_HOOK_MOUNT] = "mount",
-	[TMEM_HOOK_UNMOUNT] = "unmount",
-	[TMEM_HOOK_FADVISE] = "fadvise",
-	[TMEM_HOOK_DROP_SLAB] = "drop_slab",
-	[TMEM_HOOK_RECLAIM] = "reclaim",
-	[TMEM_HOOK_MIGRATE] = "migrate",
-	[TMEM_HOOK_READAHEAD] = "readahead",
-	[TMEM_HOOK_SELFTEST] = "selftest",
-};
-
 bool tmem_hooks_on;
 
 static u64 live;		/* bits of enum tmem_hook */

@@ -1,9 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only
-/*
- * Hooks of mounts and unmounts, of fadvise() (fadvise.c), and of the second half of drop_caches.
- */
-#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
-
+/* Hooks of mounts and unmounts, and of the second half of drop_caches. */
 #include <linux/fs.h>
 #include <linux/mm.h>
 #include <linux/module.h>
@@ -35,7 +31,7 @@ static int wrap_set_mnt_opts(struct super_block *sb, void *options, unsigned lon
 	return err;
 }
 
-static bool wants_set_mnt_opts(struct tmem_args *args)
+static bool wants_super(struct tmem_args *args)
 {
 	return tmem_fs_serves((void *)tmem_arg(args, 0));
 }
@@ -47,11 +43,6 @@ static void wrap_shutdown_super(struct super_block *sb)
 	tmem_fs_drop(sb);
 	tmem_original(generic_shutdown_super)(sb);
 	tmem_leave();
-}
-
-static bool wants_shutdown_super(struct tmem_args *args)
-{
-	return tmem_fs_serves((void *)tmem_arg(args, 0));
 }
 
 /*
@@ -68,53 +59,27 @@ static void entry_drop_slab(struct tmem_args *args)
 		tmem_fs_flush_all();
 }
 
-/**
- * tmem_vfs_add() - hook the functions of VFS that the driver needs in every kernel
- *
- * Return: 0 or an error, which tmem_hooks_off() has reported.
- */
-int tmem_vfs_add(void)
-{
-	const struct tmem_target targets[] = {
-		{ (unsigned long)generic_shutdown_super, TMEM_HOOK_UNMOUNT, NULL,
-		  wrap_shutdown_super, wants_shutdown_super },
-		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, tmem_wrap_fadvise,
-		  tmem_wants_fadvise },
-		/*
-		 * Without this hook, the driver registers a mount when it sees the mount's first
-		 * bio.
-		 */
-		{ (unsigned long)security_sb_set_mnt_opts, TMEM_HOOK_MOUNT, NULL,
-		  wrap_set_mnt_opts, wants_set_mnt_opts },
-	};
-	unsigned int i, nr = ARRAY_SIZE(targets) - !TMEM_HAS_MOUNT_HOOK;
-	int err;
-
-	for (i = 0; i < nr; i++) {
-		err = tmem_target_add(&targets[i]);
-		if (err) {
-			tmem_hooks_off("cannot hook %s: error %d",
-				       tmem_hook_names[targets[i].hook], err);
-			return err;
-		}
-	}
-	return 0;
-}
-
-/**
- * tmem_drop_slab_add() - hook drop_slab()
- *
- * Coherence does not depend on this hook. Without it, drop_caches_flush has no effect.
- */
-void tmem_drop_slab_add(void)
-{
-	const struct tmem_target target = {
+const struct tmem_target tmem_vfs_targets[] = {
+	{
+		.name = "generic_shutdown_super",
+		.addr = (unsigned long)generic_shutdown_super,
+		.hook = TMEM_HOOK_UNMOUNT,
+		.wrap = wrap_shutdown_super,
+		.wanted = wants_super,
+	},
+	{
+		.name = "drop_slab",
 		.hook = TMEM_HOOK_DROP_SLAB,
 		.entry = entry_drop_slab,
-	};
-	int err = tmem_target_add_name("drop_slab", &target);
-
-	if (err)
-		pr_info("cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",
-			err);
-}
+		.without = "drop_caches_flush does nothing",
+	},
+	/* Without this hook, the driver registers a mount when it sees the mount's first bio. */
+	{
+		.name = TMEM_HAS_MOUNT_HOOK ? "security_sb_set_mnt_opts" : NULL,
+		.addr = (unsigned long)security_sb_set_mnt_opts,
+		.hook = TMEM_HOOK_MOUNT,
+		.wrap = wrap_set_mnt_opts,
+		.wanted = wants_super,
+	},
+	{}
+};

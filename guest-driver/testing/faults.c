@@ -150,9 +150,24 @@ static int get_mask(char *buffer, const struct kernel_param *kp)
 	return sysfs_emit(buffer, "%#lx\n", *(unsigned long *)kp->arg);
 }
 
+static const char *const hook_names[NR_TMEM_HOOKS] = {
+	[TMEM_HOOK_REMOVED] = "removed",
+	[TMEM_HOOK_FREE] = "free",
+	[TMEM_HOOK_DIRTY] = "dirty",
+	[TMEM_HOOK_BIO] = "bio",
+	[TMEM_HOOK_MOUNT] = "mount",
+	[TMEM_HOOK_UNMOUNT] = "unmount",
+	[TMEM_HOOK_FADVISE] = "fadvise",
+	[TMEM_HOOK_DROP_SLAB] = "drop_slab",
+	[TMEM_HOOK_RECLAIM] = "reclaim",
+	[TMEM_HOOK_MIGRATE] = "migrate",
+	[TMEM_HOOK_READAHEAD] = "readahead",
+	[TMEM_HOOK_SELFTEST] = "selftest",
+};
+
 static int set_hooks_off(const char *val, const struct kernel_param *kp)
 {
-	return set_mask(val, kp, tmem_hook_names, NR_TMEM_HOOKS);
+	return set_mask(val, kp, hook_names, NR_TMEM_HOOKS);
 }
 
 static const struct kernel_param_ops hooks_off_ops = {

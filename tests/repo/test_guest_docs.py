@@ -250,7 +250,9 @@ def check_links(page: Path) -> None:
 
 def test_each_hook_is_switched_off_by_a_vm_test() -> None:
     """A test in tests/vm names each hook, to show that a wrong byte appears without the hook."""
-    names = re.findall(r'^\t\[TMEM_HOOK_\w+\] = "(\w+)",$', source("hooks/state.c"), re.MULTILINE)
+    names = re.findall(
+        r'^\t\[TMEM_HOOK_\w+\] = "(\w+)",$', source("testing/faults.c"), re.MULTILINE
+    )
     assert len(names) > 7
     tests = "".join(path.read_text() for path in (ROOT / "tests/vm").glob("test_*.py"))
     # drop_slab has a switch of its own, drop_caches_flush, by which its test names it.
