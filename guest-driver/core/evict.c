@@ -38,29 +38,30 @@ static unsigned long evict_leaf;
  */
 static void sweep_work_fn(struct work_struct *work)
 {
-	struct object __rcu *freed = NULL, **link;
+	struct hlist_node *next;
 	struct object *object;
 	unsigned int budget;
 	unsigned long i;
 
 	TMEM_TEST_COUNT(sweeps);
 	for (i = 0; i < NR_TMEM_BUCKETS; i += !!budget) {
+		HLIST_HEAD(freed);
+
 		budget = SWEEP_OBJECTS;
 		spin_lock_irq(&tmem_buckets[i].lock);
-		for (link = &tmem_buckets[i].objects; (object = chain_object(link));
-		     link = chain_step(link, object)) {
+		hlist_for_each_entry_safe(object, next, &tmem_buckets[i].objects, node) {
 			if (tmem_pool_live(object->pool))
 				continue;
 			/* The pool lost the number of its pages with its id. */
 			tmem_index_add_pages(-(long)object->nr_pages);
 			tmem_index_add_retained(-(long)object->nr_retained);
-			chain_cut(link);
-			chain_add(&freed, object);
+			hlist_del_rcu(&object->node);
+			hlist_add_head(&object->node, &freed);
 			if (!--budget)
 				break;	/* continue in this bucket after the lock was dropped */
 		}
 		spin_unlock_irq(&tmem_buckets[i].lock);
-		while ((object = chain_pop(&freed))) {
+		hlist_for_each_entry_safe(object, next, &freed, node) {
 			tmem_leaf_free_all(object);
 			tmem_object_release(object);
 			cond_resched();
@@ -104,7 +105,7 @@ void tmem_index_sweep(void)
  */
 static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, unsigned long *nr)
 {
-	struct object __rcu **link;
+	struct hlist_node *next;
 	struct object *object;
 	unsigned int budget = LEAVES_PER_LOCK;
 	unsigned long evicted = 0, retained_evicted = 0;
@@ -113,10 +114,9 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 	bool more = false;
 
 	spin_lock_irq(&bucket->lock);
-	for (link = &bucket->objects; (object = chain_object(link));
-	     link = chain_step(link, object)) {
+	hlist_for_each_entry_safe(object, next, &bucket->objects, node) {
 		/*
-		 * The chain is in descending order of ids, because new objects are added at its
+		 * The list is in descending order of ids, because new objects are added at its
 		 * head. Skip the objects that earlier steps have visited.
 		 */
 		if (object->id > *at)
@@ -143,7 +143,7 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 			leaf = leaf_find_after(object, nr, ULONG_MAX);
 		}
 		if (!object->nr_pages) {
-			chain_cut(link);
+			hlist_del_rcu(&object->node);
 			tmem_object_release(object);
 		}
 		if (more)

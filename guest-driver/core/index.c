@@ -76,19 +76,18 @@ static struct object *find_object(struct bucket *bucket, const struct tmem_key *
 	lockdep_assert_held(&bucket->lock);
 	if (!id)
 		return NULL;
-	for (object = chain_object(&bucket->objects); object;
-	     object = chain_object(&object->next))
+	hlist_for_each_entry(object, &bucket->objects, node)
 		if (object->nr == key->object && object->pool == id)
 			return object;
 	return NULL;
 }
 
 /* Frees an object without pages. */
-static void free_if_empty(struct bucket *bucket, struct object *object)
+static void free_if_empty(struct object *object)
 {
 	if (object->nr_pages)
 		return;
-	chain_remove(&bucket->objects, object);
+	hlist_del_rcu(&object->node);
 	tmem_object_release(object);
 }
 
@@ -107,7 +106,7 @@ static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool)
 	 */
 	WRITE_ONCE(object->nr, key->object);
 	WRITE_ONCE(object->pool, pool);
-	chain_add(&bucket->objects, object);
+	hlist_add_head_rcu(&object->node, &bucket->objects);
 	return object;
 }
 
@@ -157,7 +156,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		if (leaf && tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf,
 					    BIT_ULL(index & (LEAF_PAGES - 1))))
 			note_erased(object, index);
-		free_if_empty(bucket, object);
+		free_if_empty(object);
 	} else if (!err) {
 		where->object = object->id;
 		where->pool = pool;
@@ -216,7 +215,7 @@ void tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 	keep = mask & keep << base;
 	tmem_leaf_retain(object, leaf, keep);
 	tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, mask & ~keep);
-	free_if_empty(bucket, object);
+	free_if_empty(object);
 unlock:
 	spin_unlock_irqrestore(&bucket->lock, flags);
 }
@@ -226,8 +225,7 @@ static struct object *find_object_id(struct bucket *bucket, u64 id)
 	struct object *object;
 
 	lockdep_assert_held(&bucket->lock);
-	for (object = chain_object(&bucket->objects); object;
-	     object = chain_object(&object->next))
+	hlist_for_each_entry(object, &bucket->objects, node)
 		if (object->id == id)
 			return object;
 	return NULL;
@@ -256,7 +254,7 @@ void tmem_index_forget(u32 nr, u64 id, pgoff_t index, u64 mask)
 	if (leaf) {
 		mask <<= index & (LEAF_PAGES - 1);
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, leaf_retained(leaf) & mask);
-		free_if_empty(bucket, object);
+		free_if_empty(object);
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
 }
@@ -294,7 +292,7 @@ int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct
 		err = -EILSEQ;
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 		note_erased(object, index);
-		free_if_empty(bucket, object);
+		free_if_empty(object);
 	} else {
 		err = 0;
 		tmem_leaf_hold(object, leaf, BIT_ULL(bit));
@@ -335,7 +333,7 @@ bool tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 	if (found) {
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 		note_erased(object, index);
-		free_if_empty(bucket, object);
+		free_if_empty(object);
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
 	return found;
@@ -378,7 +376,7 @@ void tmem_invalidate(const struct tmem_key *key, u64 first, u64 last, enum tmem_
 			leaf = leaf_find_after(object, &i, last >> LEAF_SHIFT);
 		}
 		if (object && !object->nr_pages) {
-			free_if_empty(bucket, object);
+			free_if_empty(object);
 			leaf = NULL;
 		}
 		spin_unlock_irqrestore(&bucket->lock, flags);
@@ -403,8 +401,7 @@ static struct object *find_object_rcu(const struct tmem_key *key)
 
 	if (!id)
 		return NULL;
-	for (object = rcu_dereference(tmem_buckets[tmem_index_bucket(key)].objects); object;
-	     object = rcu_dereference(object->next))
+	hlist_for_each_entry_rcu(object, &tmem_buckets[tmem_index_bucket(key)].objects, node)
 		if (READ_ONCE(object->nr) == key->object && READ_ONCE(object->pool) == id)
 			return object;
 	return NULL;

@@ -4,12 +4,13 @@
  * and evict.c (removal in bulk).
  *
  * Objects in the table are accessed only under the lock of their bucket, except by the RCU readers
- * of tmem_held().
+ * of tmem_held(). If an object moves to another list meanwhile, such a reader continues in that
+ * list.
  */
 #ifndef _TMEM_INDEX_H
 #define _TMEM_INDEX_H
 
-#include "chain.h"
+#include "leaf.h"
 
 /*
  * Number of leaves that are visited before the bucket's lock is dropped: about 10 us with
@@ -21,7 +22,7 @@ struct bucket {
 	spinlock_t lock;	/* guards all fields of the bucket; see index.c */
 	/* number of objects made in this bucket; part of the objects' ids */
 	u64 nr_made;
-	struct object __rcu *objects;	/* chain; a new object is the first */
+	struct hlist_head objects;	/* a new object is the first */
 };
 
 /*

@@ -15,7 +15,7 @@
 #include <linux/slab.h>
 
 #include "../compat.h"
-#include "chain.h"
+#include "leaf.h"
 
 #define LEAF_BYTES(places) (offsetof(struct leaf, word) + (LEAF_BITMAPS + (places)) * sizeof(u64))
 

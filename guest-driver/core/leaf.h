@@ -8,6 +8,7 @@
 #ifndef _TMEM_LEAF_H
 #define _TMEM_LEAF_H
 
+#include <linux/rculist.h>
 #include <linux/xarray.h>
 
 #include "budget.h"
@@ -42,7 +43,7 @@ struct leaf {
 
 /* An object with entries. It is freed when its last entry is erased. */
 struct object {
-	struct object __rcu *next;	/* in the chain of its bucket (chain.h) */
+	struct hlist_node node;		/* in its bucket (index.h) */
 	u64 nr;				/* number of the object (struct tmem_key) */
 	u64 id;				/* not read by RCU readers; see tmem_leaf_init() */
 	u32 pool;

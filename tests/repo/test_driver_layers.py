@@ -23,7 +23,6 @@ core/stats.h hooks/hooks.h
 core/core.h hooks/fs.h hooks/blocks.h
 core/slot.h core/budget.h core/control.h core/get.h
 core/wake.h core/leaf.h
-core/chain.h
 core/index.h
 core/trace core/dev
 core/stats core/budget core/pool_id core/bounce
