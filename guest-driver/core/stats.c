@@ -9,12 +9,21 @@
 
 #include <linux/sysfs.h>
 
-#include "../trace.h"
 #include "core.h"
+
+/* This file has the instances of the tracepoints, which use the names of counters. */
+#define CREATE_TRACE_POINTS
+#include "../trace.h"
 
 #define REASON_BYTES	256
 
 DEFINE_PER_CPU(struct tmem_stats, tmem_stats);
+
+const char *const tmem_stat_names[NR_TMEM_STATS] = {
+#define TMEM_STAT(name) __stringify(name),
+#include "stats_list.h"
+#undef TMEM_STAT
+};
 
 /* Leaf lock, taken with interrupts off. Guards the state variables of this file. */
 static DEFINE_SPINLOCK(state_lock);

@@ -23,7 +23,7 @@ struct tmem_stats {
 	unsigned long count[NR_TMEM_STATS];
 };
 
-/* Names of the counters, in the order of stats_list.h; defined in trace.c. */
+/* Names of the counters, in the order of stats_list.h. */
 extern const char *const tmem_stat_names[NR_TMEM_STATS];
 
 DECLARE_PER_CPU(struct tmem_stats, tmem_stats);

@@ -51,8 +51,6 @@ void tmem_hooks_none(void);
 void tmem_hooks_retry(void);
 void tmem_hooks_report(void);
 
-/* --- users.c ------------------------------------------------------------------------------- */
-
 /*
  * Begins a section that may last long. Each CPU counts its sections, so that tasks on different
  * CPUs share no cache line. A task may end its section on another CPU. So only the sum of the
@@ -75,8 +73,6 @@ static inline void tmem_users_end(long __percpu *users)
 }
 
 void tmem_users_wait(const long __percpu *users);
-
-/* --- seen.c -------------------------------------------------------------------------------- */
 
 /*
  * Number of pages of the self-test's file. The kernel keeps up to 31 new folios in a per-CPU batch,

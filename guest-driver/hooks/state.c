@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * State of the hooks: which hooks are live, and why the cache is off. All files of hooks/ may
- * change it; only init.c decides when hooks are taken and released.
+ * State of the hooks: which hooks are live, why the cache is off, which sections of code run, and
+ * what the hooks see during the self-test. All files of hooks/ may change it; only init.c decides
+ * when hooks are taken and released.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
+#include <linux/fs.h>
+#include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/moduleparam.h>
+#include <linux/percpu.h>
+#include <linux/sched.h>
 
 #include "hooks.h"
 
@@ -73,4 +78,92 @@ void tmem_hooks_none(void)
 void tmem_hooks_retry(void)
 {
 	*off_reason = '\0';
+}
+
+/* --- sections that may last long ------------------------------------------------------------ */
+
+static long sum(const long __percpu *users)
+{
+	long all = 0;
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		all += READ_ONCE(*per_cpu_ptr(users, cpu));
+	return all;
+}
+
+/**
+ * tmem_users_wait() - wait until all sections have ended
+ * @users: the counts. No section can begin any more, and the caller sees the counts of all sections
+ *   that have begun.
+ *
+ * From then on the counts only become smaller. So a sum of 0 means that all sections have ended,
+ * although the CPUs are read one after the other.
+ *
+ * The function reads the counts once per tick. Waking it would need a cache line that all tasks
+ * share when they end a section. The function rarely has to wait.
+ *
+ * Context: process, may sleep.
+ */
+void tmem_users_wait(const long __percpu *users)
+{
+	while (sum(users))
+		schedule_timeout_idle(1);
+	/* See all accesses of the sections that have ended; pairs with tmem_users_end(). */
+	smp_mb();
+}
+
+/* --- self-test: calls and folios of its mapping that the hooks see --------------------------- */
+
+/* The mapping under test, or NULL. When it is cleared, no folio of the mapping exists any more. */
+struct address_space *tmem_selftest_mapping;
+
+struct tmem_seen tmem_seen;
+
+/**
+ * tmem_selftest_saw_removed() - record that the removal tracepoint fired for the test's mapping
+ * @folio: folio that the tracepoint passed
+ */
+void tmem_selftest_saw_removed(const struct folio *folio)
+{
+	if (folio->index >= TMEM_SELFTEST_PAGES || tmem_selftest_blind(TMEM_HOOK_REMOVED))
+		return;
+	if (folio_ref_count(folio)) {
+		atomic_inc(&tmem_seen.removed);
+	} else {
+		atomic_inc(&tmem_seen.reclaimed);
+		WRITE_ONCE(tmem_seen.evicted, folio);
+	}
+}
+
+/**
+ * tmem_selftest_saw_freed() - record that a folio which left the test's mapping is being freed
+ * @folio: folio that the hook found
+ */
+void tmem_selftest_saw_freed(const struct folio *folio)
+{
+	if (folio == READ_ONCE(tmem_seen.evicted) && !tmem_selftest_blind(TMEM_HOOK_FREE))
+		atomic_inc(&tmem_seen.freed);
+}
+
+/**
+ * tmem_selftest_saw_dirty() - record that the dirty tracepoint fired for the test's mapping
+ * @folio: folio that the tracepoint passed
+ */
+void tmem_selftest_saw_dirty(const struct folio *folio)
+{
+	if (tmem_selftest_blind(TMEM_HOOK_DIRTY))
+		return;
+	tmem_seen.dirty_index = folio->index;
+	atomic_inc(&tmem_seen.dirty);
+}
+
+/**
+ * tmem_selftest_saw_call() - record that a watched function was entered during the test
+ * @hook: hook of the function
+ */
+void tmem_selftest_saw_call(enum tmem_hook hook)
+{
+	if (!tmem_selftest_blind(hook))
+		set_bit(hook, &tmem_seen.calls);
 }

@@ -24,7 +24,7 @@ core/core.h hooks/fs.h hooks/blocks.h
 core/slot.h core/budget.h core/control.h core/get.h
 core/wake.h core/leaf.h
 core/index.h
-core/trace core/dev
+core/dev
 core/stats core/budget core/pool_id core/bounce
 core/leaf core/policy core/wrong core/admit core/queue core/generation core/sysfs core/reset
 core/index core/retain core/ram core/control
@@ -35,7 +35,7 @@ core/breaker
 core/fetch
 core/sync
 core/transport
-hooks/state hooks/users hooks/seen hooks/bdev
+hooks/state hooks/bdev
 hooks/fs
 hooks/ftrace hooks/verify hooks/refuse hooks/mounts hooks/records
 hooks/areas hooks/device
