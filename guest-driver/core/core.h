@@ -33,7 +33,6 @@
 #include <linux/completion.h>
 #include <linux/hrtimer.h>
 #include <linux/interrupt.h>
-#include <linux/irq_work.h>
 #include <linux/jiffies.h>
 #include <linux/llist.h>
 #include <linux/mutex.h>
@@ -271,7 +270,6 @@ struct tmem_queue {
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
 	struct tmem_ref_batch *ref_batch[TMEM_REFS_IN_FLIGHT];
-	struct irq_work send_work;	/* irq_work that sends full batches of puts */
 
 	/* Guards vq, request states and in_flight. */
 	spinlock_t vq_lock ____cacheline_aligned_in_smp;
@@ -590,7 +588,6 @@ void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 in
 /* implemented in send.c */
 int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue);
 void tmem_send_exit(struct tmem_queue *queue);
-void tmem_send_stop(struct tmem_queue *queue);
 void tmem_send_lost(struct tmem_queue *queue);
 bool tmem_send(struct tmem_queue *queue);
 void tmem_send_all(struct tmem_queue *queue);

@@ -162,13 +162,8 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 
 	slot = reserve(dev, queue, &data, why);
 	if (!slot) {
-		/*
-		 * Request a call of the sender, which frees slots. This is needed only if the
-		 * architecture has no interrupt for irq_work, because the device's interrupts are
-		 * then slow, too.
-		 */
-		if (!arch_irq_work_has_interrupt())
-			request_send(queue);
+		/* The sender takes answers, whose interrupt may be late, and frees slots. */
+		request_send(queue);
 		return false;
 	}
 

@@ -2,13 +2,12 @@
 /*
  * Sender: sends puts, flushes and references to the virtqueues of a device, and takes the answers.
  *
- * No thread is needed to send a full batch. The put that completes the batch requests an irq_work,
- * which runs on the CPU of the put when the page cache's lock is released. The device's interrupt
- * takes answers, erases the entries of pages that the host refused, frees the slots, and sends
- * the full batches that waited for an answer. The feeder sends the rest: partial batches whose
- * time is over, and flushes. All of them call tmem_send(), whose lock makes one of them the
- * queue's only sender. The sender processes at most TMEM_SEND_BATCHES batches with interrupts
- * off.
+ * No thread is needed to send a full batch. The task whose put completes the batch sends it when it
+ * has released the lock of the record. The device's interrupt takes answers, erases the entries of
+ * pages that the host refused, frees the slots, and sends the full batches that waited for an
+ * answer. The feeder sends the rest: partial batches whose time is over, and flushes. All of them
+ * call tmem_send(), whose lock makes one of them the queue's only sender. A call processes at most
+ * TMEM_SEND_BATCHES batches with that lock and interrupts off.
  *
  * A put waits only while TMEM_PUTS_IN_FLIGHT batches are at the host, or the virtqueue is full.
  *
@@ -660,20 +659,14 @@ long tmem_send_timeout(struct tmem_queue *queue)
 /* --- callers ------------------------------------------------------------------------------- */
 
 /*
- * Calls tmem_send(), and arranges another call if this one reached its limit of batches. On an
- * architecture whose irq_work has to wait for the tick, this function itself makes the further
- * calls. Their number suffices to handle the answer of each batch at the host and to send a new
- * batch in its place; the feeder does the rest.
+ * Calls tmem_send() until no work is left. The number of calls suffices to handle the answer of
+ * each batch at the host and to send a new batch in its place; the feeder does the rest.
  */
-static void send_one_turn(struct tmem_queue *queue)
+static void send_turns(struct tmem_queue *queue)
 {
 	unsigned int turns = DIV_ROUND_UP(2 * TMEM_PUTS_IN_FLIGHT, TMEM_SEND_BATCHES);
 
 	while (tmem_send(queue)) {
-		if (arch_irq_work_has_interrupt()) {
-			irq_work_queue(&queue->send_work);
-			return;
-		}
 		if (!--turns) {
 			WRITE_ONCE(queue->attention, true);
 			wake_feeder(queue);
@@ -682,13 +675,8 @@ static void send_one_turn(struct tmem_queue *queue)
 	}
 }
 
-static void send_work_fn(struct irq_work *work)
-{
-	send_one_turn(container_of(work, struct tmem_queue, send_work));
-}
-
 /**
- * tmem_put_end() - send the full batches of puts, unless irq_work has an interrupt and does it
+ * tmem_put_end() - send the full batches of puts
  *
  * Context: any but NMI, without locks of the core and the records.
  */
@@ -702,7 +690,7 @@ void tmem_put_end(void)
 	if (dev && READ_ONCE(dev->full))
 		for (i = 0; i < dev->nr_queues; i++)
 			if (test_and_clear_bit(i, &dev->full))
-				send_one_turn(&dev->queue[i]);
+				send_turns(&dev->queue[i]);
 	rcu_read_unlock();
 }
 
@@ -719,7 +707,7 @@ void tmem_send_drain(struct tmem_queue *queue)
 	work = drain(queue);
 	spin_unlock_irqrestore(&queue->vq_lock, flags);
 	if (work)
-		send_one_turn(queue);
+		send_turns(queue);
 }
 
 /**
@@ -740,7 +728,7 @@ void tmem_send_vq_callback(struct virtqueue *vq)
 	} while (!virtqueue_enable_cb(vq));
 	spin_unlock_irqrestore(&queue->vq_lock, flags);
 	if (work)
-		send_one_turn(queue);
+		send_turns(queue);
 }
 
 /* --- set-up -------------------------------------------------------------------------------- */
@@ -756,7 +744,6 @@ int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {
 	unsigned int i;
 
-	init_irq_work(&queue->send_work, send_work_fn);
 	for (i = 0; i < TMEM_PUTS_IN_FLIGHT; i++) {
 		queue->put[i] = kzalloc(sizeof(*queue->put[i]), GFP_KERNEL);
 		if (!queue->put[i])
@@ -772,17 +759,6 @@ int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue)
 	dev->memory_bytes += TMEM_PUTS_IN_FLIGHT * sizeof(*queue->put[0]) +
 			     TMEM_FLUSHES_IN_FLIGHT * sizeof(*queue->flush[0]);
 	return 0;
-}
-
-/**
- * tmem_send_stop() - wait until no irq_work that sends a queue's batches runs
- * @queue: the queue; no put and no interrupt of the device can come any more
- *
- * Context: process, may sleep.
- */
-void tmem_send_stop(struct tmem_queue *queue)
-{
-	irq_work_sync(&queue->send_work);
 }
 
 /**

@@ -291,10 +291,8 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_state_offline("no device");
 	/* The reset returns all buffers to the driver, answered or not. */
 	virtio_reset_device(vdev);
-	for (i = 0; i < dev->nr_queues; i++) {
-		tmem_send_stop(&dev->queue[i]);
+	for (i = 0; i < dev->nr_queues; i++)
 		tmem_send_lost(&dev->queue[i]);
-	}
 	vdev->config->del_vqs(vdev);
 	/* The feeder and interrupts have scheduled the tasklets. */
 	tmem_fetch_exit(dev);

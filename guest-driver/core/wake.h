@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Decides who sends what waits in a request queue: the put that completes a batch (by an irq_work),
- * the answer that ends a stall, or the feeder thread, which otherwise sleeps.
+ * Decides who sends what waits in a request queue: the task whose put completes a batch, the answer
+ * that ends a stall, or the feeder thread, which otherwise sleeps.
  *
  * The functions read fields of the queue without its locks. A task that adds work calls one of
  * slot_done() and wake_feeder() afterwards, and the feeder checks queue_has_work() after it has
@@ -128,19 +128,13 @@ static inline void wake_feeder(struct tmem_queue *queue)
 }
 
 /*
- * Requests a call of tmem_send() for a queue with a full batch. A put cannot make the call itself,
- * because it holds the lock of its record and a request may cost a microsecond. An irq_work runs
- * when the lock is released and interrupts are on. If irq_work has to wait for the tick,
- * tmem_put_end() sends the batch.
+ * Makes tmem_put_end() call tmem_send() for a queue with a full batch. A put cannot make the call
+ * itself, because it holds the lock of its record and a request may cost a microsecond.
  */
 static inline void request_send(struct tmem_queue *queue)
 {
-	if (arch_irq_work_has_interrupt()) {
-		if (!irq_work_is_pending(&queue->send_work))
-			irq_work_queue(&queue->send_work);
-	} else if (!test_bit(queue->nr, &queue->dev->full)) {
+	if (!test_bit(queue->nr, &queue->dev->full))
 		set_bit(queue->nr, &queue->dev->full);
-	}
 }
 
 /*
@@ -152,9 +146,9 @@ static inline void slot_done(struct tmem_queue *queue)
 	u64 waiting;
 
 	/*
-	 * Write the slot's state before reading the queue's fields below. Pairs with the barriers
-	 * of tmem_send() and irq_work: either the sender sees the slot, or this CPU sees that it
-	 * has to call request_send().
+	 * Write the slot's state before reading the queue's fields below. Pairs with the barrier of
+	 * tmem_send(): either the sender sees the slot, or this CPU sees that it has to call
+	 * request_send().
 	 */
 	smp_mb();
 	waiting = waiting_puts(queue);

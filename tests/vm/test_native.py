@@ -159,7 +159,7 @@ def test_evicted_files_are_read_back_from_the_pool(session: Session) -> None:
 
 
 def test_full_batches_and_their_answers_need_no_feeder_thread_or_tick(session: Session) -> None:
-    """If irq_work waits for the tick, the put that fills a batch sends it."""
+    """The task whose put fills a batch sends the batch."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
     check_full_batches_without_feeder(guest, WAITING_PAGES)
 
