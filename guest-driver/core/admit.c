@@ -173,11 +173,8 @@ static bool seen_before(struct tmem_admit *admit, u64 hash, unsigned int bit)
 	return true;
 }
 
-/**
- * tmem_admit_back() - remember that a page came from the pool, so that its next put is admitted
- * @dev: the device
- * @page: page of RAM that has the content now
- *
+/*
+ * Remembers that a page of RAM got its content from the pool, so that its next put is admitted.
  * Context: any.
  */
 void tmem_admit_back(struct tmem_dev *dev, struct page *page)
@@ -196,17 +193,9 @@ static bool came_back(struct tmem_admit *admit, struct page *page)
 	       test_and_clear_bit(frame, admit->back);
 }
 
-/**
- * tmem_admit() - decide whether an evicted page should be put
- * @dev: the device
- * @key: object of its block
- * @index: place of the block in the object
- * @page: the page; the function clears its bit "came from the pool"
- * @workingset: the page was used again after it was read in
- *
- * Context: interrupts are off.
- *
- * Return: false if the page should not be put.
+/*
+ * Returns whether an evicted page should be put, and clears its bit "came from the pool".
+ * @workingset: the page was used again after it was read in. Interrupts are off.
  */
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
 		bool workingset)
@@ -250,13 +239,7 @@ static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long los
 	spin_unlock_bh(&admit->lock);
 }
 
-/**
- * tmem_admit_evicted() - record that the full index evicted pages
- * @dev: the device
- * @pages: how many
- *
- * Context: process.
- */
+/* Records that the full index evicted pages. Context: process. */
 void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages)
 {
 	/*
@@ -278,15 +261,10 @@ void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages)
 	spin_unlock_bh(&admit->lock);
 }
 
-/**
- * tmem_admit_learn() - record whether the host returned the pages that a get requested
- * @dev: the device
- * @hits: pages that the host returned
- * @losses: pages that the host did not have although the driver had not invalidated them
- *
- * A hit changes nothing while the filter is disengaged and no loss or eviction is recorded.
- *
- * Context: process or softirq.
+/*
+ * Records how many pages of a get the host returned (hits), and how many it did not have although
+ * the driver had not invalidated them (losses). A hit changes nothing while the filter is
+ * disengaged and no loss or eviction is recorded. Context: process or softirq.
  */
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses)
 {
@@ -320,11 +298,9 @@ static unsigned long frames(void)
 	return min(end, totalram_pages() * ADMIT_FRAMES_FACTOR);
 }
 
-/**
- * tmem_admit_init() - allocate the filter's table and its bitmap of page frames
- * @dev: the device; the size of the memory is added to its memory_bytes
- *
- * Return: 0 or -ENOMEM.
+/*
+ * Allocates the filter's table and its bitmap of page frames, and adds their size to
+ * dev->memory_bytes. Returns 0 or -ENOMEM.
  */
 int tmem_admit_init(struct tmem_dev *dev)
 {
@@ -351,10 +327,6 @@ int tmem_admit_init(struct tmem_dev *dev)
 	return 0;
 }
 
-/**
- * tmem_admit_exit() - free the filter's table and its bitmap of page frames
- * @dev: the device
- */
 void tmem_admit_exit(struct tmem_dev *dev)
 {
 	if (dev->admit) {

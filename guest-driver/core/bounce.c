@@ -8,13 +8,10 @@
 
 #include "get.h"
 
-/**
- * tmem_bounce_fits() - check whether there is room for a number of pages
- * @dev: the device
- * @nr_pages: number of pages; for more than the device has, the answer is that for all it has
- * @ahead: a quarter of blocks and requests has to stay free, unless all are
- *
- * Return: true if there is. The answer may be out of date.
+/*
+ * Returns whether there is room for a number of pages; for more pages than the device has, whether
+ * all it has are free. @ahead: a quarter of blocks and requests has to stay free, unless all are.
+ * The answer may be out of date.
  */
 bool tmem_bounce_fits(const struct tmem_dev *dev, unsigned int nr_pages, bool ahead)
 {
@@ -31,13 +28,9 @@ bool tmem_bounce_fits(const struct tmem_dev *dev, unsigned int nr_pages, bool ah
 	return needed && needed <= blocks && requests;
 }
 
-/**
- * tmem_bounce_alloc() - take a get request and blocks of bounce pages from the free lists
- * @dev: the device
- * @nr_pages: number of pages, at most VIRTIO_TMEM_BATCH_MAX
- * @ahead: as in tmem_bounce_fits()
- *
- * Return: the request, or NULL if there is no free request or too few free blocks.
+/*
+ * Takes a get request and blocks for up to VIRTIO_TMEM_BATCH_MAX pages from the free lists. Returns
+ * NULL if there is no free request or too few free blocks. @ahead is as in tmem_bounce_fits().
  */
 struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages, bool ahead)
 {
@@ -71,12 +64,7 @@ static void free_blocks(struct tmem_dev *dev, struct tmem_get_req *get, unsigned
 	get->nr_blocks = min(get->nr_blocks, first);
 }
 
-/**
- * tmem_bounce_trim() - return blocks that a get request does not need
- * @dev: the device
- * @get: the request, not sent yet
- * @nr_pages: number of pages that it needs
- */
+/* Returns blocks that a get request does not need, which was not sent yet. */
 void tmem_bounce_trim(struct tmem_dev *dev, struct tmem_get_req *get, unsigned int nr_pages)
 {
 	unsigned int nr_blocks = DIV_ROUND_UP(nr_pages, TMEM_BLOCK_PAGES);
@@ -88,11 +76,7 @@ void tmem_bounce_trim(struct tmem_dev *dev, struct tmem_get_req *get, unsigned i
 	spin_unlock_irq(&dev->get_lock);
 }
 
-/**
- * tmem_bounce_free() - return a get request and its blocks of bounce pages to the free lists
- * @dev: the device
- * @get: the request, which the device no longer uses
- */
+/* Returns a get request and its blocks to the free lists. The device no longer uses it. */
 void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get)
 {
 	unsigned long flags;
@@ -105,12 +89,9 @@ void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get)
 	spin_unlock_irqrestore(&dev->get_lock, flags);
 }
 
-/**
- * tmem_fetch_release() - end a use of a fetch, by a request or a task
- * @fetch: the fetch
- * @queue: queue whose tasklet ends the fetch, if this was the last use
- *
- * Context: any but NMI.
+/*
+ * Ends a use of a fetch, by a request or a task. The tasklet of @queue ends the fetch if this was
+ * the last use. Context: any but NMI.
  */
 void tmem_fetch_release(struct tmem_fetch *fetch, struct tmem_queue *queue)
 {
@@ -120,11 +101,7 @@ void tmem_fetch_release(struct tmem_fetch *fetch, struct tmem_queue *queue)
 	tasklet_schedule(&queue->fetch_tasklet);
 }
 
-/**
- * tmem_bounce_answered() - take back a get request that the device has answered
- * @dev: the device
- * @get: the request; its queue's vq_lock is held
- */
+/* Takes back a get request that the device has answered. The caller holds vq_lock of its queue. */
 void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 {
 	struct tmem_fetch *fetch = get->fetch;
@@ -163,12 +140,10 @@ static void bounce_reset(struct tmem_dev *dev)
 	dev->nr_kept = 0;
 }
 
-/**
- * tmem_bounce_init() - allocate the get requests and bounce pages of a device
- * @dev: the device; the size of the memory is added to its memory_bytes
- * @bounce_pages: number of bounce pages, a multiple of TMEM_BLOCK_PAGES
- *
- * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_bounce_exit() as well.
+/*
+ * Allocates the get requests, and bounce pages, whose number is a multiple of TMEM_BLOCK_PAGES, and
+ * adds their size to dev->memory_bytes. Returns 0, or -ENOMEM; the caller then calls
+ * tmem_bounce_exit(), too.
  */
 int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages)
 {
@@ -199,10 +174,7 @@ int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages)
 	return 0;
 }
 
-/**
- * tmem_bounce_exit() - free the get requests and bounce pages of a device
- * @dev: the device; it was reset
- */
+/* Frees the get requests and bounce pages of a device that was reset. */
 void tmem_bounce_exit(struct tmem_dev *dev)
 {
 	unsigned int i;

@@ -131,20 +131,14 @@ static void opened(struct tmem_dev *dev)
 	tmem_dev_report(dev);
 }
 
-/**
- * tmem_breaker_note() - record a fetch with requests, and open the breaker if needed
- * @dev: the device
- * @late: a request was not answered before the deadline
- * @awaited: a reader has waited for the fetch, or waits at its end
- * @begin_ns: time from which a reader has waited
- * @sent_ns: time at which the first request was sent
- * @end_ns: time of the last answer, at most the deadline
+/*
+ * Records a fetch with requests, and opens the breaker if needed. @late: a request was not answered
+ * before the deadline. @awaited: a reader has waited for the fetch since @begin_ns, or waits at its
+ * end. @end_ns is the time of the last answer, at most the deadline.
  *
  * Many fetches may be in flight at a time, and a slow host delays all of them. Only the time that
  * no earlier slow fetch has covered goes into the bucket, and a late fetch counts only if it was
- * sent after the end of the last one that counted.
- *
- * Context: process or softirq.
+ * sent after the end of the last one that counted. Context: process or softirq.
  */
 void tmem_breaker_note(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns, u64 sent_ns,
 		       u64 end_ns)
@@ -190,11 +184,9 @@ void tmem_breaker_note(struct tmem_dev *dev, bool late, bool awaited, u64 begin_
 		opened(dev);
 }
 
-/**
- * tmem_breaker_trip() - open the breaker, because the device does not answer GENERATION requests
- * @dev: the device
- *
- * Context: process; the ask work.
+/*
+ * Opens the breaker, because the device does not answer GENERATION requests. Context: process; the
+ * ask work.
  */
 void tmem_breaker_trip(struct tmem_dev *dev)
 {
@@ -211,14 +203,10 @@ void tmem_breaker_trip(struct tmem_dev *dev)
 	breaker_log(true);
 }
 
-/**
- * tmem_breaker_probe() - if the breaker is open, test whether the host answers quickly again
- * @dev: the device
- *
- * The probe requests of each queue one page of object 1 with cookie 0, which no put has. Any answer
- * that is not slow counts as success.
- *
- * Context: process, sleeps up to a quarter of the deadline for each queue.
+/*
+ * Tests whether the host answers quickly again, if the breaker is open. The probe requests of each
+ * queue one page of object 1 with cookie 0, which no put has. Any answer that is not slow counts as
+ * success. Sleeps up to a quarter of the deadline for each queue.
  */
 void tmem_breaker_probe(struct tmem_dev *dev)
 {
@@ -257,10 +245,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 	tmem_dev_report(dev);
 }
 
-/**
- * tmem_breaker_reset() - close the breaker and clear its history, because the backend is new
- * @dev: the device
- */
+/* Closes the breaker and clears its history, because the backend is new. */
 void tmem_breaker_reset(struct tmem_dev *dev)
 {
 	if (breaker_close(dev, true))

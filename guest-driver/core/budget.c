@@ -48,11 +48,7 @@ DEFINE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
 /* Work item of the evictor, which makes room in the index. tmem_evict_init() sets its function. */
 struct work_struct tmem_evict_work;
 
-/**
- * tmem_index_limit() - return how much memory the index may use now
- *
- * Return: bytes.
- */
+/* Returns how many bytes of memory the index may use now. */
 long tmem_index_limit(void)
 {
 	return tmem_test_limit(READ_ONCE(tmem_index_limit_bytes));
@@ -65,11 +61,7 @@ long tmem_index_limit(void)
  */
 #define KERNEL_RAM_FACTOR	4
 
-/**
- * tmem_counted_ram_bytes() - return the size of RAM that counts for the module's memory
- *
- * Return: bytes, for the size that RAM has now.
- */
+/* Returns the bytes of RAM that count for the module's memory, for the size that RAM has now. */
 long tmem_counted_ram_bytes(void)
 {
 	return min(totalram_pages(), KERNEL_RAM_FACTOR * nr_free_buffer_pages()) * PAGE_SIZE;
@@ -80,20 +72,15 @@ static long budget_of(long ram_bytes)
 	return ram_bytes / TMEM_BUDGET_RAM_DIVISOR + (long)TMEM_BUDGET_FLOOR_BYTES;
 }
 
-/**
- * tmem_index_entry_bytes() - return how much memory the index may use without its hash table
- *
- * Return: bytes.
- */
+/* Returns how many bytes of memory the index may use without its hash table. */
 long tmem_index_entry_bytes(void)
 {
 	return max(tmem_index_limit() - tmem_index_table_bytes, 0L);
 }
 
-/**
- * tmem_budget_bytes() - return how much memory the module may use without VIRTIO_TMEM_F_RETAIN
- *
- * Return: bytes, for the size that RAM has now.
+/*
+ * Returns how many bytes of memory the module may use without VIRTIO_TMEM_F_RETAIN, for the size
+ * that RAM has now.
  */
 long tmem_budget_bytes(void)
 {
@@ -118,12 +105,9 @@ static void update_limit(void)
 	WRITE_ONCE(tmem_index_limit_bytes, max(bytes, tmem_index_table_bytes));
 }
 
-/**
- * tmem_index_set_device_bytes() - set how much of the module's memory is not available to the index
- * @bytes: bytes that the device takes
- * @retain: true if the device retains pages, so that the index may use more memory
- *
- * Context: process.
+/*
+ * Sets how many bytes of the module's memory the device takes, so that the index cannot. @retain:
+ * the device retains pages, so that the index may use more memory. Context: process.
  */
 void tmem_index_set_device_bytes(long bytes, bool retain)
 {
@@ -137,12 +121,9 @@ void tmem_index_set_device_bytes(long bytes, bool retain)
 	tmem_index_make_room();
 }
 
-/**
- * tmem_index_follow_ram() - compute the limit again if the size of RAM has changed
- *
- * Reclaim calls this function often, so it writes to shared memory only after a change.
- *
- * Context: any but NMI.
+/*
+ * Computes the limit again if the size of RAM has changed. Reclaim calls this function often, so it
+ * writes to shared memory only after a change. Context: any but NMI.
  */
 void tmem_index_follow_ram(void)
 {
@@ -156,10 +137,7 @@ void tmem_index_follow_ram(void)
 	tmem_index_make_room();
 }
 
-/**
- * tmem_index_budget_init() - start the accounting of the index
- * @table_bytes: size of the hash table
- */
+/* Starts the accounting of the index. */
 void tmem_index_budget_init(long table_bytes)
 {
 	tmem_index_table_bytes = table_bytes;
@@ -168,11 +146,9 @@ void tmem_index_budget_init(long table_bytes)
 	tmem_index_set_device_bytes(0, false);
 }
 
-/**
- * tmem_index_bytes() - return the memory of the index
- *
- * Return: bytes, with the hash table and without the stocks. The number is exact while nothing is
- * entered or erased.
+/*
+ * Returns the bytes of memory of the index, with the hash table and without the stocks. The number
+ * is exact while nothing is entered or erased.
  */
 long tmem_index_bytes(void)
 {
@@ -184,11 +160,9 @@ long tmem_index_bytes(void)
 	return bytes;
 }
 
-/**
- * tmem_index_pages() - return the number of entries
- *
- * Return: pages that the host is believed to hold or retain. The number is exact while nothing is
- * entered or erased.
+/*
+ * Returns the number of entries: pages that the host is believed to hold or retain. The number is
+ * exact while nothing is entered or erased.
  */
 long tmem_index_pages(void)
 {
@@ -204,11 +178,9 @@ long tmem_index_pages(void)
 	return max(pages, 0L);
 }
 
-/**
- * tmem_index_retained_pages() - return the number of retained entries
- *
- * Return: pages that the guest has in its page cache and the host is believed to keep. The number
- * is exact while nothing is entered, taken or erased.
+/*
+ * Returns the number of retained entries: pages that the guest has in its page cache and the host
+ * is believed to keep. The number is exact while nothing is entered, taken or erased.
  */
 long tmem_index_retained_pages(void)
 {
@@ -247,16 +219,10 @@ static bool take(long bytes)
 	return false;
 }
 
-/**
- * tmem_charge() - count memory of the index before it is allocated
- * @bytes: number of bytes
- *
- * The bytes come from the stock of this CPU. Only if the stock is too small, the CPU reserves more
- * memory of the index.
- *
- * Context: any but NMI.
- *
- * Return: false if the index is full.
+/*
+ * Counts memory of the index before it is allocated. Returns false if the index is full. The bytes
+ * come from the stock of this CPU. Only if the stock is too small, the CPU reserves more memory of
+ * the index. Context: any but NMI.
  */
 bool tmem_charge(long bytes)
 {
@@ -280,14 +246,10 @@ bool tmem_charge(long bytes)
 	return charged;
 }
 
-/**
- * tmem_uncharge() - subtract memory of the index that was freed
- * @bytes: number of bytes
- *
- * The bytes go to the stock of this CPU. If the stock is too large, the CPU returns a part of it,
- * so that other CPUs can use this memory.
- *
- * Context: any but NMI.
+/*
+ * Subtracts memory of the index that was freed. The bytes go to the stock of this CPU. If the stock
+ * is too large, the CPU returns a part of it, so that other CPUs can use this memory. Context: any
+ * but NMI.
  */
 void tmem_uncharge(long bytes)
 {
@@ -316,16 +278,12 @@ static void *next_on_path(struct xa_node *node, unsigned long index)
 	return rcu_dereference_protected(node->slots[index >> node->shift & XA_CHUNK_MASK], true);
 }
 
-/**
- * tmem_nodes_missing() - count the nodes that an XArray must allocate for an entry
- * @xa: the XArray, whose lock the caller holds
- * @index: place of the entry
+/*
+ * Returns how many nodes an XArray, whose lock the caller holds, must allocate for an entry.
  *
  * An XArray has one node for each level of the path to an entry, and each node can have 64 entries
  * or lower nodes. Its number of levels depends on its largest index. An XArray with only entry 0
  * has no node.
- *
- * Return: number of nodes, 0 if an entry can be stored without an allocation.
  */
 unsigned int tmem_nodes_missing(struct xarray *xa, unsigned long index)
 {
@@ -371,14 +329,9 @@ static unsigned int nodes_on_paths(struct xarray *xa, unsigned long index)
 	return nodes;
 }
 
-/**
- * tmem_nodes_store() - store an entry in an XArray whose nodes are counted
- * @xa: the XArray, whose lock the caller holds
- * @index: place of the entry
- * @entry: the entry
- * @nodes: number of nodes of the XArray, which is updated. A store that fails may add nodes, too.
- *
- * Return: 0 or -ENOMEM.
+/*
+ * Stores an entry in an XArray, whose lock the caller holds, and updates the number of its nodes. A
+ * store that fails may add nodes, too. Returns 0 or -ENOMEM.
  */
 int tmem_nodes_store(struct xarray *xa, unsigned long index, void *entry, u32 *nodes)
 {
@@ -389,13 +342,9 @@ int tmem_nodes_store(struct xarray *xa, unsigned long index, void *entry, u32 *n
 	return err;
 }
 
-/**
- * tmem_nodes_erase() - erase an entry of an XArray whose nodes are counted
- * @xa: the XArray, whose lock the caller holds
- * @index: place of the entry
- * @nodes: number of nodes of the XArray, which is updated
- *
- * Return: the erased entry, or NULL.
+/*
+ * Erases an entry of an XArray, whose lock the caller holds, and updates the number of its nodes.
+ * Returns the erased entry, or NULL.
  */
 void *tmem_nodes_erase(struct xarray *xa, unsigned long index, u32 *nodes)
 {
@@ -406,11 +355,7 @@ void *tmem_nodes_erase(struct xarray *xa, unsigned long index, u32 *nodes)
 	return entry;
 }
 
-/**
- * tmem_evict_start() - start the evictor because the index is full
- *
- * Context: any but NMI.
- */
+/* Starts the evictor because the index is full. Context: any but NMI. */
 void tmem_evict_start(void)
 {
 	/* Use memory before reading the work item; pairs with its start, a full barrier. */
@@ -423,10 +368,9 @@ void tmem_evict_start(void)
 		queue_work(tmem_system_wq, &tmem_evict_work);
 }
 
-/**
- * tmem_index_make_room() - start the evictor if the index is over its limit
- *
- * Code that adds to the memory in use without a check of the limit calls this function afterwards.
+/*
+ * Starts the evictor if the index is over its limit. Code that adds to the memory in use without a
+ * check of the limit calls this function afterwards.
  */
 void tmem_index_make_room(void)
 {

@@ -85,15 +85,10 @@ struct tmem_checks {
 	u64 check64;
 };
 
-/**
- * tmem_checks_page() - compute both content checks of a page
- * @keys: random keys
- * @page: 4096 bytes
- *
- * The check of 64 bits is two second steps with independent keys, 32 bits of each. Two different
- * pages have the same one with probability 2^-63 at most.
- *
- * Return: the checks.
+/*
+ * Computes both content checks of a page of 4096 bytes. The check of 64 bits is two second steps
+ * with independent keys, 32 bits of each. Two different pages have the same one with probability
+ * 2^-63 at most.
  */
 static inline struct tmem_checks tmem_checks_page(const struct tmem_check_keys *keys,
 						  const void *page)
@@ -109,25 +104,13 @@ static inline struct tmem_checks tmem_checks_page(const struct tmem_check_keys *
 	};
 }
 
-/**
- * tmem_check_page() - compute the content check of a page
- * @keys: random keys
- * @page: 4096 bytes
- *
- * Return: the check, below 2^TMEM_CHECK_BITS.
- */
+/* Computes the content check of a page, which is below 2^TMEM_CHECK_BITS. */
 static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void *page)
 {
 	return tmem_checks_page(keys, page).check;
 }
 
-/**
- * tmem_check64_page() - compute a content check of 64 bits
- * @keys: random keys
- * @page: 4096 bytes
- *
- * Return: the check.
- */
+/* Computes the content check of 64 bits of a page. */
 static inline u64 tmem_check64_page(const struct tmem_check_keys *keys, const void *page)
 {
 	return tmem_checks_page(keys, page).check64;
@@ -139,60 +122,34 @@ static inline u64 tmem_check64_page(const struct tmem_check_keys *keys, const vo
  * the ring. An index entry has the content check and the cookie's offset from base.
  */
 
-/**
- * tmem_cookie_offset() - compute the offset of a put's cookie from the cookie base
- * @seq: sequence number of the put in its queue
- * @nr_queues: request queues of the device
- * @queue: the queue, below @nr_queues
- *
- * Return: the offset. An offset above TMEM_SEQ_MASK must not be used.
+/*
+ * Returns the offset of a put's cookie from the cookie base. An offset above TMEM_SEQ_MASK must not
+ * be used. @seq is the sequence number of the put in its queue, which is below @nr_queues.
  */
 static inline u64 tmem_cookie_offset(u64 seq, unsigned int nr_queues, unsigned int queue)
 {
 	return seq * nr_queues + queue;
 }
 
-/**
- * tmem_cookie_seq() - return the sequence number of a put from its cookie offset
- * @offset: from tmem_cookie_offset()
- * @nr_queues: request queues of the device
- *
- * Return: the sequence number.
- */
+/* Returns the sequence number of a put from its cookie offset. */
 static inline u64 tmem_cookie_seq(u64 offset, unsigned int nr_queues)
 {
 	return offset / nr_queues;
 }
 
-/**
- * tmem_entry() - pack an index entry
- * @offset: cookie offset, at most TMEM_SEQ_MASK
- * @check: content check
- *
- * Return: the entry.
- */
+/* Packs an index entry from a cookie offset and a content check. */
 static inline u64 tmem_entry(u64 offset, u32 check)
 {
 	return (u64)check << TMEM_SEQ_BITS | offset;
 }
 
-/**
- * tmem_entry_offset() - return the cookie offset of an index entry
- * @entry: from tmem_entry()
- *
- * Return: the offset.
- */
+/* Returns the cookie offset of an index entry. */
 static inline u64 tmem_entry_offset(u64 entry)
 {
 	return entry & TMEM_SEQ_MASK;
 }
 
-/**
- * tmem_entry_check() - return the content check of an index entry
- * @entry: from tmem_entry()
- *
- * Return: the check.
- */
+/* Returns the content check of an index entry. */
 static inline u32 tmem_entry_check(u64 entry)
 {
 	return entry >> TMEM_SEQ_BITS;

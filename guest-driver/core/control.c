@@ -16,10 +16,7 @@
 
 /* --- requests ------------------------------------------------------------------------------ */
 
-/**
- * tmem_control_vq_callback() - take the device's answers to control requests
- * @vq: the control queue
- */
+/* Takes the device's answers to control requests. */
 void tmem_control_vq_callback(struct virtqueue *vq)
 {
 	struct tmem_dev *dev = vq->vdev->priv;
@@ -48,11 +45,8 @@ void tmem_control_vq_callback(struct virtqueue *vq)
 	wake_up(&dev->control_wait);
 }
 
-/**
- * tmem_control_free() - find a control request that is not with the device
- * @dev: the device
- *
- * Return: the request, or NULL if all of them wait for an answer.
+/*
+ * Returns a control request that is not with the device, or NULL if all of them wait for an answer.
  */
 struct tmem_control *tmem_control_free(struct tmem_dev *dev)
 {
@@ -71,19 +65,12 @@ static bool control_done(struct tmem_control *control)
 	return smp_load_acquire(&control->req.state) == TMEM_REQ_DONE;
 }
 
-/**
- * tmem_control_send() - send a control request whose body is filled in, and wait for the answer
- * @dev: the device
- * @control: from tmem_control_free()
- * @generation: generation of the device, which the request carries
- * @type: VIRTIO_TMEM_T_...
- * @pool: id of the pool, or 0
- * @body_bytes: size of the body
+/*
+ * Sends a control request, whose body of @body_bytes is filled in, and waits for the answer. @pool
+ * may be 0. Sleeps up to a second.
  *
- * Context: process, sleeps up to a second.
- *
- * Return: status of the answer, 0 if the answer has none, or VIRTIO_TMEM_S_UNANSWERED if no answer
- * comes. In the last case and after STALE, the driver asks for the device's generation.
+ * Returns the status of the answer, 0 if the answer has none, or VIRTIO_TMEM_S_UNANSWERED if no
+ * answer comes. In the last case and after STALE, the driver asks for the device's generation.
  */
 u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 generation, u16 type,
 		     u32 pool, size_t body_bytes)
@@ -136,16 +123,11 @@ unanswered:
 	return status;
 }
 
-/**
- * tmem_control_pool() - create or destroy a pool at the device
- * @dev: the device
- * @generation: generation of the device, which the request carries
- * @type: VIRTIO_TMEM_T_POOL_CREATE or VIRTIO_TMEM_T_POOL_DESTROY
- * @pool: id of the pool
+/*
+ * Creates or destroys a pool at the device: @type is VIRTIO_TMEM_T_POOL_CREATE or
+ * VIRTIO_TMEM_T_POOL_DESTROY. Sleeps up to a second.
  *
- * Context: process, sleeps up to a second.
- *
- * Return: 0; -ESTALE if the device has another generation now; -ENOSPC if a limit of the host is
+ * Returns 0; -ESTALE if the device has another generation now; -ENOSPC if a limit of the host is
  * reached; -ENOENT if there is no such pool; -EBUSY if earlier requests are not answered yet;
  * -ETIMEDOUT if no answer comes; -EIO if the answer has any other status.
  */
@@ -183,11 +165,9 @@ int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 
 /* --- set-up -------------------------------------------------------------------------------- */
 
-/**
- * tmem_control_init() - allocate the requests of the control queue
- * @dev: the device; the size of the memory is added to its memory_bytes
- *
- * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_control_exit() as well.
+/*
+ * Allocates the requests of the control queue, and adds their size to dev->memory_bytes. Returns 0,
+ * or -ENOMEM; the caller then calls tmem_control_exit(), too.
  */
 int tmem_control_init(struct tmem_dev *dev)
 {
@@ -206,10 +186,7 @@ int tmem_control_init(struct tmem_dev *dev)
 	return tmem_generation_init(dev);
 }
 
-/**
- * tmem_control_exit() - free the requests of the control queue
- * @dev: the device; it was reset
- */
+/* Frees the requests of the control queue of a device that was reset. */
 void tmem_control_exit(struct tmem_dev *dev)
 {
 	unsigned int i;

@@ -10,11 +10,7 @@
 struct tmem_dev __rcu *tmem_device;
 struct tmem_check_keys tmem_keys;
 
-/**
- * tmem_dev_get() - take a reference on the device, for use across a sleep
- *
- * Return: the device, or NULL if there is none.
- */
+/* Returns the device, with a reference for use across a sleep, or NULL if there is none. */
 struct tmem_dev *tmem_dev_get(void)
 {
 	struct tmem_dev *dev;
@@ -27,10 +23,6 @@ struct tmem_dev *tmem_dev_get(void)
 	return dev;
 }
 
-/**
- * tmem_dev_put() - release a reference on the device
- * @dev: the device
- */
 void tmem_dev_put(struct tmem_dev *dev)
 {
 	percpu_ref_put(&dev->users);
@@ -41,23 +33,16 @@ static void dev_unused(struct percpu_ref *users)
 	complete(&container_of(users, struct tmem_dev, users)->unused);
 }
 
-/**
- * tmem_dev_users_init() - allow references on a device that is being set up
- * @dev: the device
- *
- * Return: 0 or -ENOMEM.
- */
+/* Allows references on a device that is being set up. Returns 0 or -ENOMEM. */
 int tmem_dev_users_init(struct tmem_dev *dev)
 {
 	init_completion(&dev->unused);
 	return percpu_ref_init(&dev->users, dev_unused, 0, GFP_KERNEL);
 }
 
-/**
- * tmem_dev_users_wait() - wait until all references on a device are released
- * @dev: the device; tmem_dev_get() cannot find it any more
- *
- * Context: process, sleeps until gets that have begun are complete.
+/*
+ * Waits until all references on a device are released, when tmem_dev_get() cannot find it any more.
+ * Sleeps until gets that have begun are complete.
  */
 void tmem_dev_users_wait(struct tmem_dev *dev)
 {
@@ -69,12 +54,9 @@ void tmem_dev_users_wait(struct tmem_dev *dev)
 	wait_for_completion(&dev->unused);
 }
 
-/**
- * tmem_dev_resync() - queue work that brings generation and pools up to date
- * @dev: the device
- * @renew: erase all entries of the index even if the generation has not changed
- *
- * Context: any but NMI.
+/*
+ * Queues work that brings generation and pools up to date. @renew: erase all entries of the index
+ * even if the generation has not changed. Context: any but NMI.
  */
 void tmem_dev_resync(struct tmem_dev *dev, bool renew)
 {
@@ -84,12 +66,7 @@ void tmem_dev_resync(struct tmem_dev *dev, bool renew)
 		queue_work(dev->wq, &dev->sync_work);
 }
 
-/**
- * tmem_dev_resync_any() - call tmem_dev_resync() for the device, if there is one
- * @renew: erase all entries of the index even if the generation has not changed
- *
- * Context: any but NMI.
- */
+/* Calls tmem_dev_resync() for the device, if there is one. Context: any but NMI. */
 void tmem_dev_resync_any(bool renew)
 {
 	struct tmem_dev *dev;
@@ -101,11 +78,9 @@ void tmem_dev_resync_any(bool renew)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_dev_ask() - queue work that asks the device for its generation
- * @dev: the device, which has answered with STALE or not at all
- *
- * Context: any but NMI.
+/*
+ * Queues work that asks the device for its generation, after an answer STALE or none. Context: any
+ * but NMI.
  */
 void tmem_dev_ask(struct tmem_dev *dev)
 {
@@ -114,23 +89,14 @@ void tmem_dev_ask(struct tmem_dev *dev)
 		mod_delayed_work(dev->wq, &dev->ask_work, 0);
 }
 
-/**
- * tmem_dev_report() - queue work that sends a report to the host, because the state changed
- * @dev: the device
- *
- * Context: any but NMI.
- */
+/* Queues work that sends a report to the host, because the state changed. Context: any but NMI. */
 void tmem_dev_report(struct tmem_dev *dev)
 {
 	if (!READ_ONCE(dev->stopping))
 		mod_delayed_work(dev->wq, &dev->report_work, 0);
 }
 
-/**
- * tmem_dev_report_any() - call tmem_dev_report() for the device, if there is one
- *
- * Context: any but NMI.
- */
+/* Calls tmem_dev_report() for the device, if there is one. Context: any but NMI. */
 void tmem_dev_report_any(void)
 {
 	struct tmem_dev *dev;

@@ -72,24 +72,19 @@ static void sweep_work_fn(struct work_struct *work)
 
 static DECLARE_WORK(sweep_work, sweep_work_fn);
 
-/**
- * tmem_index_sweep_start() - free the objects of all pools that have lost their ids, in the
- * background
- *
- * A walk through the table of a guest with 1 TiB takes 0.2 s, so that an unmount does not wait for
- * it. No put or get reaches the objects meanwhile.
- *
- * Context: any but NMI.
+/*
+ * Frees the objects of all pools that have lost their ids, in the background. A walk through the
+ * table of a guest with 1 TiB takes 0.2 s, so that an unmount does not wait for it. No put or get
+ * reaches the objects meanwhile. Context: any but NMI.
  */
 void tmem_index_sweep_start(void)
 {
 	queue_work(tmem_system_wq, &sweep_work);
 }
 
-/**
- * tmem_index_sweep() - free the objects of all pools that have lost their ids
- *
- * Context: process, sleeps until the walk through the table is complete.
+/*
+ * Frees the objects of all pools that have lost their ids. Sleeps until the walk through the table
+ * is complete.
  */
 void tmem_index_sweep(void)
 {
@@ -200,17 +195,13 @@ static void evict_work_fn(struct work_struct *work)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_evict_init() - set up the evictor, before the index is used
- */
+/* Sets up the evictor, before the index is used. */
 void tmem_evict_init(void)
 {
 	INIT_WORK(&tmem_evict_work, evict_work_fn);
 }
 
-/**
- * tmem_evict_exit() - stop the evictor and empty the index, after all pools were freed
- */
+/* Stops the evictor and empties the index, after all pools were freed. */
 void tmem_evict_exit(void)
 {
 	cancel_work_sync(&tmem_evict_work);

@@ -52,23 +52,19 @@ struct tmem_fallback {
 	unsigned int samples;
 };
 
-/**
- * tmem_in_fallback() - find out whether gets take their pages out of the pool
- * @fallback: the answers; another CPU may change them meanwhile
- *
- * Return: true in fallback.
+/*
+ * Returns whether gets take their pages out of the pool. Another CPU may change the answers
+ * meanwhile.
  */
 static inline bool tmem_in_fallback(const struct tmem_fallback *fallback)
 {
 	return READ_ONCE(fallback->nr_gone) > TMEM_REF_WINDOW / TMEM_GONE_DIVISOR;
 }
 
-/**
- * tmem_fallback_chooses() - decide whether a part of a get in fallback belongs to the sample
- * @due: number of pages of such parts, minus TMEM_RETAIN_SAMPLE for each page of the sample
- * @pages: number of pages of the part
- *
- * Return: true for one page in TMEM_RETAIN_SAMPLE.
+/*
+ * Returns whether a part of a get in fallback belongs to the sample, which has one page in
+ * TMEM_RETAIN_SAMPLE. @due is the number of pages of such parts, minus TMEM_RETAIN_SAMPLE for each
+ * page of the sample.
  */
 static inline bool tmem_fallback_chooses(int *due, unsigned int pages)
 {
@@ -79,11 +75,7 @@ static inline bool tmem_fallback_chooses(int *due, unsigned int pages)
 	return true;
 }
 
-/**
- * tmem_fallback_sample() - record that the host may retain pages of a get in fallback
- * @fallback: the answers
- * @pages: number of these pages
- */
+/* Records that the host may retain pages of a get in fallback. */
 static inline void tmem_fallback_sample(struct tmem_fallback *fallback, unsigned int pages)
 {
 	fallback->samples += pages;
@@ -91,11 +83,7 @@ static inline void tmem_fallback_sample(struct tmem_fallback *fallback, unsigned
 		fallback->samples = TMEM_SAMPLES_MAX;
 }
 
-/**
- * tmem_fallback_learn() - record an answer to a reference
- * @fallback: the answers
- * @gone: true if the host does not have the page
- */
+/* Records an answer to a reference. @gone: the host does not have the page. */
 static inline void tmem_fallback_learn(struct tmem_fallback *fallback, bool gone)
 {
 	unsigned int nr = fallback->nr_gone, times = 1, at, i;

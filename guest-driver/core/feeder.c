@@ -25,12 +25,7 @@ static bool feeder_has_work(struct tmem_dev *dev)
 	return false;
 }
 
-/**
- * tmem_feeder() - serve all request queues of a device, as a thread
- * @data: the device
- *
- * Return: 0, when stopped.
- */
+/* Serves all request queues of a device (@data), as a thread. Returns 0 when it is stopped. */
 int tmem_feeder(void *data)
 {
 	long timeout = MAX_SCHEDULE_TIMEOUT;

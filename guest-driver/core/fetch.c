@@ -432,16 +432,10 @@ none:
 	return NULL;
 }
 
-/**
- * tmem_fetch_start() - get pages back from the put ring or from the host, without waiting
- * @fetch: the pages
- *
- * On a hit, the bit in fetch->want stays set.
- *
- * Context: process, interrupts on, does not sleep.
- *
- * Return: true if the fetch has ended. Otherwise it ends at its deadline at the latest, and calls
- * fetch->done().
+/*
+ * Gets pages back from the put ring or from the host, without waiting. On a hit, the bit in
+ * fetch->want stays set. Returns true if the fetch has ended. Otherwise it ends at its deadline at
+ * the latest, and calls fetch->done(). Context: process, interrupts on, does not sleep.
  */
 bool tmem_fetch_start(struct tmem_fetch *fetch)
 {
@@ -475,11 +469,9 @@ bool tmem_fetch_start(struct tmem_fetch *fetch)
 	return true;
 }
 
-/**
- * tmem_fetches_pause() - stop or allow fetches, and wait for those in flight
- * @pause: true to stop them
- *
- * Context: process, sleeps until the deadline of the last fetch.
+/*
+ * Stops or allows fetches. If it stops them, it sleeps until the deadline of the last one that is
+ * in flight.
  */
 void tmem_fetches_pause(bool pause)
 {
@@ -497,10 +489,7 @@ void tmem_fetches_pause(bool pause)
 	tmem_dev_put(dev);
 }
 
-/**
- * tmem_fetch_init() - set up the fetches of a device
- * @dev: the device, whose queues are allocated
- */
+/* Sets up the fetches of a device, whose queues are allocated. */
 void tmem_fetch_init(struct tmem_dev *dev)
 {
 	unsigned int i;
@@ -514,11 +503,8 @@ void tmem_fetch_init(struct tmem_dev *dev)
 	}
 }
 
-/**
- * tmem_fetch_exit() - stop timer and tasklets
- * @dev: the device, which has no fetch; nobody takes its answers any more
- *
- * Context: process, may sleep.
+/*
+ * Stops timer and tasklets. The device has no fetch, and nobody takes its answers any more. Sleeps.
  */
 void tmem_fetch_exit(struct tmem_dev *dev)
 {

@@ -88,15 +88,10 @@ static bool add(struct tmem_dev *dev, struct tmem_ask *ask)
 	return virtqueue_kick_prepare(dev->control_vq);
 }
 
-/**
- * tmem_generation_ask() - ask the device for its generation, if the last request is long ago
- * @dev: the device
- *
- * Sets dev->silent if the last ASKS_LATE requests are not answered in time.
- *
- * Context: process; the ask work.
- *
- * Return: time after which the caller should call the function again, in jiffies.
+/*
+ * Asks the device for its generation, if the last request is long ago. Sets dev->silent if the last
+ * ASKS_LATE requests are not answered in time. Returns the time in jiffies after which the caller
+ * should call the function again. Context: process; the ask work.
  */
 unsigned long tmem_generation_ask(struct tmem_dev *dev)
 {
@@ -126,14 +121,10 @@ unsigned long tmem_generation_ask(struct tmem_dev *dev)
 	return max(wait, 1UL);
 }
 
-/**
- * tmem_generation_answered() - take the device's answer to a GENERATION request
- * @dev: the device
- * @req: the request, whose length the caller has recorded
- *
- * An answer without a generation shows that a back end is there, and no more.
- *
- * Context: any but NMI, under control_vq_lock.
+/*
+ * Takes the device's answer to a GENERATION request, whose length the caller has recorded. An
+ * answer without a generation shows that a back end is there, and no more. Context: any but NMI,
+ * under control_vq_lock.
  */
 void tmem_generation_answered(struct tmem_dev *dev, struct tmem_req *req)
 {
@@ -160,14 +151,9 @@ void tmem_generation_answered(struct tmem_dev *dev, struct tmem_req *req)
 		tmem_dev_report(dev);
 }
 
-/**
- * tmem_generation_take() - return the generation of the newest answer since the last call
- * @dev: the device
- * @generation: set to the generation, if there is one
- *
- * Context: process; the sync work.
- *
- * Return: true if an answer has come.
+/*
+ * Returns whether an answer with a generation has come since the last call, and sets @generation to
+ * the newest one. Context: process; the sync work.
  */
 bool tmem_generation_take(struct tmem_dev *dev, u64 *generation)
 {
@@ -183,11 +169,9 @@ bool tmem_generation_take(struct tmem_dev *dev, u64 *generation)
 	return found;
 }
 
-/**
- * tmem_generation_forget() - forget the answers that have come, and that any are missing
- * @dev: the device; the caller then reads the configuration, which is newer than the answers
- *
- * Context: process.
+/*
+ * Forgets the answers that have come, and that any are missing. The caller then reads the
+ * configuration, which is newer than the answers. Context: process.
  */
 void tmem_generation_forget(struct tmem_dev *dev)
 {
@@ -199,11 +183,9 @@ void tmem_generation_forget(struct tmem_dev *dev)
 	spin_unlock_irq(&dev->control_vq_lock);
 }
 
-/**
- * tmem_generation_init() - allocate the requests
- * @dev: the device; the size of the memory is added to its memory_bytes
- *
- * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_generation_exit() as well.
+/*
+ * Allocates the requests, and adds their size to dev->memory_bytes. Returns 0, or -ENOMEM; the
+ * caller then calls tmem_generation_exit(), too.
  */
 int tmem_generation_init(struct tmem_dev *dev)
 {
@@ -218,10 +200,7 @@ int tmem_generation_init(struct tmem_dev *dev)
 	return 0;
 }
 
-/**
- * tmem_generation_start() - prepare for the first request
- * @dev: the device, whose control queue is set up
- */
+/* Prepares for the first request, when the control queue is set up. */
 void tmem_generation_start(struct tmem_dev *dev)
 {
 	dev->nr_asks = min(virtqueue_get_vring_size(dev->control_vq) / ASK_DIVISOR,
@@ -230,10 +209,6 @@ void tmem_generation_start(struct tmem_dev *dev)
 	dev->answered_at = jiffies;
 }
 
-/**
- * tmem_generation_exit() - free the requests
- * @dev: the device; it was reset
- */
 void tmem_generation_exit(struct tmem_dev *dev)
 {
 	kfree(dev->ask);

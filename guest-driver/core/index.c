@@ -56,12 +56,7 @@ static void note_erased(const struct object *object, u64 index)
 
 /* --- buckets and objects ------------------------------------------------------------------- */
 
-/**
- * tmem_index_bucket() - return the bucket of an object
- * @key: the object
- *
- * Return: a number that is always the same for all pages of the object.
- */
+/* Returns the bucket of an object, which is the same for all of its pages. */
 u32 tmem_index_bucket(const struct tmem_key *key)
 {
 	return hash_64(key->object * GOLDEN_RATIO_64 + key->pool->serial, BUCKET_BITS);
@@ -112,15 +107,10 @@ static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool)
 
 /* --- operations ---------------------------------------------------------------------------- */
 
-/**
- * tmem_index_store() - enter a page, or erase its entry if it cannot be entered
- * @key: object
- * @index: place of the block in the object
- * @entry: cookie offset and check
- * @where: set to the object's id and place if 0 is returned
- *
- * Return: 0; -ENODEV if the pool is not at the host; -ENOSPC if the index is full; -ENOMEM. With
- * every result but 0, no entry is left for the page.
+/*
+ * Enters a page at a place of an object, or erases its entry if it cannot be entered. Returns 0,
+ * and sets @where; -ENODEV if the pool is not at the host; -ENOSPC if the index is full; or
+ * -ENOMEM. After an error, no entry is left for the page.
  */
 int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where)
@@ -169,16 +159,12 @@ unlock:
 	return err;
 }
 
-/**
- * tmem_index_take() - take held entries, to request their pages
- * @key: object
- * @index: place of the first block; all pages lie in one leaf (64 pages, aligned)
- * @nr: number of pages
- * @want: bit i is set if page @index + i is wanted
- * @keep: bit i is set if the entry of page @index + i stays, marked as retained; other wanted
- *   entries are erased
- * @entry: set to the entry of each page, 0 where none is held
- * @where: set to the object's id and place if anything was taken
+/*
+ * Takes the held entries of pages from place @index on, to request these pages. All pages lie in
+ * one leaf (64 pages, aligned). A bit in @want is set for each page that is wanted. An entry whose
+ * bit in @keep is set stays, marked as retained; other wanted entries are erased.
+ *
+ * Sets @entry to the entry of each page, 0 where none is held, and @where if anything was taken.
  */
 void tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		     const unsigned long *want, u64 keep, u64 *entry, struct tmem_where *where)
@@ -231,15 +217,10 @@ static struct object *find_object_id(struct bucket *bucket, u64 id)
 	return NULL;
 }
 
-/**
- * tmem_index_forget() - erase retained entries of pages that a get did not bring or the host did
- * not retain
- * @nr: bucket of the object
- * @id: object of the get
- * @index: page number; all pages lie in one leaf
- * @mask: bit i is set for page @index + i, whose folio the caller has locked
- *
- * The caller's lock on the folios keeps other tasks from making new entries for these pages.
+/*
+ * Erases retained entries of pages that a get did not bring or the host did not retain. All pages
+ * lie in one leaf; bit i of @mask is set for page @index + i. The caller has locked their folios,
+ * which keeps other tasks from making new entries for these pages.
  */
 void tmem_index_forget(u32 nr, u64 id, pgoff_t index, u64 mask)
 {
@@ -259,16 +240,10 @@ void tmem_index_forget(u32 nr, u64 id, pgoff_t index, u64 mask)
 	spin_unlock_irqrestore(&bucket->lock, flags);
 }
 
-/**
- * tmem_index_hold() - change the entry of an evicted page from retained to held
- * @key: object
- * @index: place of the block in the object
- * @check: content check of the page
- * @where: set to the object's id and place if 0 is returned
- * @offset: set to the cookie offset of the entry if 0 is returned
- *
- * Return: 0; -ENOENT if there is no retained entry; -EILSEQ if the content check differs from that
- * of the entry, which is then erased.
+/*
+ * Changes the entry of an evicted page from retained to held. Returns 0, and sets @where and the
+ * cookie offset of the entry; -ENOENT if there is no retained entry; -EILSEQ if the content check
+ * of the page (@check) differs from that of the entry, which is then erased.
  */
 int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct tmem_where *where,
 		    u64 *offset)
@@ -307,14 +282,9 @@ unlock:
 	return err;
 }
 
-/**
- * tmem_index_erase_offset() - erase the entry of a put whose page the host does not have
- * @nr: bucket of the put
- * @id: object of the put
- * @index: page number
- * @offset: cookie offset of the put; an entry with another offset belongs to another put, and stays
- *
- * Return: true if there was an entry with this offset.
+/*
+ * Erases the entry of a put whose page the host does not have. An entry with another cookie offset
+ * belongs to another put, and stays. Returns whether there was an entry with this offset.
  */
 bool tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 {
@@ -339,17 +309,9 @@ bool tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 	return found;
 }
 
-/**
- * tmem_invalidate() - erase a range of an object
- * @key: object
- * @first: place of the first block
- * @last: place of the last block, included
- * @why: reason, for the counters
- *
+/*
  * Entries that existed at the call are gone at the return. The function drops the lock about every
  * LEAVES_PER_LOCK leaves.
- *
- * Context: any but NMI.
  */
 void tmem_invalidate(const struct tmem_key *key, u64 first, u64 last, enum tmem_inval why)
 {
@@ -407,19 +369,9 @@ static struct object *find_object_rcu(const struct tmem_key *key)
 	return NULL;
 }
 
-/**
- * tmem_held() - find out which pages have a held entry
- * @key: object
- * @index: place of the first block
- * @nr: number of blocks
- * @held: bitmap of @nr bits: set to the pages that have a held entry
- *
+/*
  * This function takes no lock, so that a miss costs as little as a miss in the page cache. A page
  * whose entry is made or erased during the call may be reported as held or not.
- *
- * Context: any but NMI.
- *
- * Return: number of bits set.
  */
 unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		       unsigned long *held)
@@ -452,17 +404,9 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 	return count;
 }
 
-/**
- * tmem_index_retained() - find out whether a page has a retained entry
- * @key: object
- * @index: place of the block in the object
- *
- * This function takes no lock, like tmem_held(). The answer may be outdated; tmem_index_hold()
- * checks again under the lock.
- *
- * Context: any but NMI.
- *
- * Return: true if there is a retained entry.
+/*
+ * Returns whether a page has a retained entry, without a lock, like tmem_held(). The answer may be
+ * outdated; tmem_index_hold() checks again under the lock. Context: any but NMI.
  */
 bool tmem_index_retained(const struct tmem_key *key, pgoff_t index)
 {
@@ -480,11 +424,7 @@ bool tmem_index_retained(const struct tmem_key *key, pgoff_t index)
 
 /* --- set-up -------------------------------------------------------------------------------- */
 
-/**
- * tmem_index_init() - allocate the slab caches, and set up the hash table
- *
- * Return: 0 or -ENOMEM.
- */
+/* Allocates the slab caches, and sets up the hash table. Returns 0 or -ENOMEM. */
 int tmem_index_init(void)
 {
 	unsigned int i;
@@ -497,9 +437,7 @@ int tmem_index_init(void)
 	return 0;
 }
 
-/**
- * tmem_index_exit() - free the slab caches, after tmem_evict_exit()
- */
+/* Frees the slab caches, after tmem_evict_exit(). */
 void tmem_index_exit(void)
 {
 	TMEM_TEST_CHECK(tmem_index_bytes() == tmem_index_table_bytes);

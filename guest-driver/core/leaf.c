@@ -106,10 +106,9 @@ static void count_retained(struct object *object, long pages)
 
 /* --- objects ------------------------------------------------------------------------------- */
 
-/**
- * tmem_object_new() - allocate an object without entries
- *
- * Return: the object, without a key and not in the table; -ENOSPC if the index is full; -ENOMEM.
+/*
+ * Allocates an object without entries. Returns the object, without a key and not in the table;
+ * -ENOSPC if the index is full; or -ENOMEM.
  */
 struct object *tmem_object_new(void)
 {
@@ -124,10 +123,7 @@ struct object *tmem_object_new(void)
 	return object;
 }
 
-/**
- * tmem_object_release() - free the memory of an object
- * @object: the object, which can no longer be found and has no leaves
- */
+/* Frees the memory of an object that can no longer be found and has no leaves. */
 void tmem_object_release(struct object *object)
 {
 	/*
@@ -194,13 +190,9 @@ static struct leaf *leaf_with_place(struct object *object, unsigned long nr)
 	return leaf;
 }
 
-/**
- * tmem_leaf_store() - enter a page
- * @object: object of the page
- * @index: place of its block in the object
- * @entry: new entry, which is held and replaces the old one
- *
- * Return: 0; -ENOSPC if the index is full; -ENOMEM. After an error, the old entry is still there.
+/*
+ * Enters a page at a place of an object. The new entry is held and replaces the old one. Returns 0;
+ * -ENOSPC if the index is full; or -ENOMEM. After an error, the old entry is still there.
  */
 int tmem_leaf_store(struct object *object, u64 index, u64 entry)
 {
@@ -227,16 +219,9 @@ int tmem_leaf_store(struct object *object, u64 index, u64 entry)
 	return 0;
 }
 
-/**
- * tmem_leaf_erase() - erase pages of a leaf, and free the leaf if it is empty
- * @object: object of the leaf
- * @nr: number of the leaf
- * @leaf: the leaf
- * @mask: pages to erase, one bit each
- *
- * The caller frees the object if it has no pages left.
- *
- * Return: number of entries that were erased.
+/*
+ * Erases the pages of @mask from leaf @nr, and frees the leaf if it is empty. The caller frees the
+ * object if it has no pages left. Returns the number of entries that were erased.
  */
 unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask)
 {
@@ -259,11 +244,8 @@ unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct lea
 	return erased;
 }
 
-/**
- * tmem_leaf_retain() - change held entries of a leaf to retained ones
- * @object: object of the leaf
- * @leaf: the leaf
- * @mask: pages, one bit each; all have an entry that is held
+/*
+ * Changes held entries of a leaf to retained ones. All pages of @mask have an entry that is held.
  */
 void tmem_leaf_retain(struct object *object, struct leaf *leaf, u64 mask)
 {
@@ -273,11 +255,9 @@ void tmem_leaf_retain(struct object *object, struct leaf *leaf, u64 mask)
 	count_retained(object, hweight64(mask));
 }
 
-/**
- * tmem_leaf_hold() - change retained entries of a leaf to held ones
- * @object: object of the leaf
- * @leaf: the leaf
- * @mask: pages, one bit each; those without a retained entry stay as they are
+/*
+ * Changes retained entries of a leaf to held ones. Pages of @mask without a retained entry stay as
+ * they are.
  */
 void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask)
 {
@@ -289,14 +269,10 @@ void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask)
 	count_retained(object, -(long)hweight64(retained & mask));
 }
 
-/**
- * tmem_leaf_free_all() - free all leaves of an object's tree
- * @object: the object, which can no longer be found
- *
- * The function takes each leaf out of the tree, so that it enables interrupts after each leaf.
- * xa_destroy() would free all nodes of the tree with interrupts off.
- *
- * Context: process, may sleep.
+/*
+ * Frees all leaves of an object that can no longer be found. The function takes each leaf out of
+ * the tree, so that it enables interrupts after each leaf. xa_destroy() would free all nodes of the
+ * tree with interrupts off. Sleeps.
  */
 void tmem_leaf_free_all(struct object *object)
 {
@@ -309,11 +285,7 @@ void tmem_leaf_free_all(struct object *object)
 	}
 }
 
-/**
- * tmem_leaf_init() - create the slab caches of objects and leaves
- *
- * Return: 0 or -ENOMEM.
- */
+/* Creates the slab caches of objects and leaves. Returns 0 or -ENOMEM. */
 int tmem_leaf_init(void)
 {
 	unsigned int i;
@@ -341,9 +313,7 @@ int tmem_leaf_init(void)
 	return 0;
 }
 
-/**
- * tmem_leaf_exit() - destroy the slab caches, after all objects were freed
- */
+/* Destroys the slab caches, after all objects were freed. */
 void tmem_leaf_exit(void)
 {
 	unsigned int i;

@@ -97,17 +97,9 @@ static bool is_registered(void)
 	return false;
 }
 
-/**
- * tmem_pace_register() - let the current task wait for the host while it writes to memory.reclaim
- * @owner: identifies the registration for tmem_pace_unregister()
- *
+/*
  * The registration holds for this thread, and not for its children. It does no harm after the
- * thread has ended.
- *
- * Context: process.
- *
- * Return: 0, also if the task has registered with this owner before, or -EBUSY if PACE_TASKS_MAX
- * tasks are registered.
+ * thread has ended. Registering again with the same owner is no error.
  */
 int tmem_pace_register(const void *owner)
 {
@@ -130,14 +122,7 @@ int tmem_pace_register(const void *owner)
 	return err;
 }
 
-/**
- * tmem_pace_unregister() - end all registrations of an owner
- * @owner: as for tmem_pace_register()
- *
- * A wait that has begun continues to its end.
- *
- * Context: process.
- */
+/* A wait that has begun continues to its end. */
 void tmem_pace_unregister(const void *owner)
 {
 	unsigned int i;
@@ -193,10 +178,7 @@ static u64 all_slots(struct tmem_dev *dev)
 	return (u64)dev->nr_blocks * TMEM_BLOCK_PAGES;
 }
 
-/**
- * tmem_pace_init() - let tasks wait at once when the ring fills up
- * @dev: the device, whose fields are 0
- */
+/* Lets tasks wait at once when the ring fills up. The fields of the device are 0. */
 void tmem_pace_init(struct tmem_dev *dev)
 {
 	init_waitqueue_head(&dev->pace_wait);
@@ -225,14 +207,10 @@ static void charge_wait(struct tmem_pace *pace, s64 began_ns)
 		WRITE_ONCE(pace->budget_ns, budget + pace->share * waited_ns);
 }
 
-/**
- * tmem_pace_wanted() - return whether the current task should call tmem_pace()
- *
- * Context: process, may be inside a function that must not sleep.
- *
- * Return: true if the task is kswapd, or a registered task that reclaims pages at its own request;
- * and the put ring fills up, the budget allows a wait, and no pause lasts. A pause follows a wait
- * in which the host took no put.
+/*
+ * The task is kswapd, or a registered task that reclaims pages at its own request. It waits if the
+ * put ring fills up, the budget allows a wait, and no pause lasts. A pause follows a wait in which
+ * the host took no put. The caller may be inside a function that must not sleep.
  */
 bool tmem_pace_wanted(void)
 {
@@ -251,12 +229,7 @@ bool tmem_pace_wanted(void)
 	return wanted;
 }
 
-/**
- * tmem_pace() - make the current task wait for the host, because the put ring fills up
- *
- * Context: process, sleeps up to PACE_US_MAX in kswapd, and up to PACE_TASK_US_MAX in a registered
- * task.
- */
+/* Sleeps up to PACE_US_MAX in kswapd, and up to PACE_TASK_US_MAX in a registered task. */
 void tmem_pace(void)
 {
 	struct tmem_dev *dev = tmem_dev_get();

@@ -43,14 +43,7 @@ static bool room_for(long bytes)
 	return atomic_long_read(&policy_bytes) + bytes <= tmem_index_limit() / POLICY_DIVISOR;
 }
 
-/**
- * tmem_policy_init() - set up empty policies
- * @pool: a new file system
- *
- * Context: process.
- *
- * Return: 0 or -ENOMEM.
- */
+/* Sets up the policies of a new pool, which are empty. Returns 0 or -ENOMEM. */
 int tmem_policy_init(struct tmem_pool *pool)
 {
 	pool->policies = kzalloc(sizeof(*pool->policies), GFP_KERNEL);
@@ -60,12 +53,7 @@ int tmem_policy_init(struct tmem_pool *pool)
 	return 0;
 }
 
-/**
- * tmem_policy_free() - free the policies of a pool
- * @pool: file system that is no longer in use
- *
- * Context: process.
- */
+/* Frees the policies of a pool that is no longer in use. */
 void tmem_policy_free(struct tmem_pool *pool)
 {
 	xa_destroy(&pool->policies->never);
@@ -73,14 +61,6 @@ void tmem_policy_free(struct tmem_pool *pool)
 	kfree(pool->policies);
 }
 
-/**
- * tmem_policy_never() - check whether a policy forbids to put the inode's pages
- * @pool: file system
- * @ino: inode number
- * @igen: generation of the inode
- *
- * Return: true if a policy forbids it.
- */
 bool tmem_policy_never(struct tmem_pool *pool, u64 ino, u32 igen)
 {
 	struct tmem_policies *policies = pool->policies;
@@ -88,13 +68,7 @@ bool tmem_policy_never(struct tmem_pool *pool, u64 ino, u32 igen)
 	return READ_ONCE(policies->nr) && xa_load(&policies->never, ino) == xa_mk_value(igen);
 }
 
-/**
- * tmem_policy_forget() - return an inode to the default policy; also called when it is deleted
- * @pool: file system
- * @ino: inode number
- *
- * Context: any but NMI; cannot fail.
- */
+/* Also called when the inode is deleted. Context: any but NMI; cannot fail. */
 void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
 {
 	struct tmem_policies *policies = pool->policies;
@@ -112,17 +86,9 @@ void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
 	xa_unlock_irqrestore(&policies->never, flags);
 }
 
-/**
- * tmem_policy_forbid() - put no page of an inode from now on
- * @pool: file system
- * @ino: inode number
- * @igen: generation of the inode
- *
- * The inode's entries stay. The caller erases them afterwards.
- *
- * Context: any but NMI.
- *
- * Return: 0, -ENOSPC if there are too many policies, or -ENOMEM.
+/*
+ * The inode's entries stay. The caller erases them afterwards. Returns 0, -ENOSPC if there are too
+ * many policies, or -ENOMEM. Context: any but NMI.
  */
 int tmem_policy_forbid(struct tmem_pool *pool, u64 ino, u32 igen)
 {

@@ -29,14 +29,7 @@ unsigned int tmem_pools_nr_freed;
 static u32 last_serial;
 static u32 last_id;
 
-/**
- * tmem_pool_new() - add the pool of a file system
- * @name: name for messages
- *
- * Context: process, may sleep. The driver takes puts for the pool once the device has confirmed it.
- *
- * Return: the pool, or NULL if there is no memory or POOLS_FREED_MAX is reached.
- */
+/* Returns NULL if there is no memory or POOLS_FREED_MAX is reached. */
 struct tmem_pool *tmem_pool_new(const char *name)
 {
 	struct tmem_pool *pool = kzalloc(sizeof(*pool), GFP_KERNEL);
@@ -86,10 +79,7 @@ static void release_freed(void)
 		release(pool);
 }
 
-/**
- * tmem_pools_device() - record that a device is present, or that its sync work will not run again
- * @present: true if a device is present
- */
+/* Records that a device is present, or that its sync work will not run again. */
 void tmem_pools_device(bool present)
 {
 	mutex_lock(&tmem_pools_lock);
@@ -99,12 +89,10 @@ void tmem_pools_device(bool present)
 	mutex_unlock(&tmem_pools_lock);
 }
 
-/**
- * tmem_pools_gone() - release freed pools, because the generation of their ids is over
- * @generation: the device's generation, or 0 if it is not known. If it is not 0, the device has no
- *   pool of an earlier one.
- *
- * Context: the sync work only, which is the only code that frees pools while there is a device.
+/*
+ * Releases freed pools, because the generation of their ids is over. If the device's generation is
+ * known (@generation is not 0), the device has no pool of an earlier one. Context: the sync work,
+ * which is the only code that frees pools while there is a device.
  */
 void tmem_pools_gone(u64 generation)
 {
@@ -137,15 +125,7 @@ static unsigned long retire_id(struct tmem_pool *pool, enum tmem_inval why)
 	return pages;
 }
 
-/**
- * tmem_pool_free() - remove the pool of a file system, with all its pages
- * @pool: the pool, which no other call may be using
- *
- * The memory of the pool's entries is freed in the background. The pool gets no new entries any
- * more, so a sweep is not needed if the pool has none.
- *
- * Context: process, may sleep, but does not wait for the device.
- */
+/* The pool gets no new entries any more, so a sweep is not needed if it has none. */
 void tmem_pool_free(struct tmem_pool *pool)
 {
 	mutex_lock(&tmem_pools_lock);
@@ -161,15 +141,10 @@ void tmem_pool_free(struct tmem_pool *pool)
 	tmem_dev_resync_any(false);
 }
 
-/**
- * tmem_pool_empty() - drop all pages of a pool, and keep the pool
- * @pool: the pool, which other calls may be using
- *
+/*
  * Without its id, no entry of the pool is reachable. The sync work later destroys the old id, which
- * makes the host free the pages, and gives the pool a new id. The guest's memory of the entries is
- * freed in the background. tmem_pools_forget() empties all pools.
- *
- * Context: process, may sleep, but does not wait for the device.
+ * makes the host free the pages, and gives the pool a new id. tmem_pools_forget() empties all
+ * pools.
  */
 void tmem_pool_empty(struct tmem_pool *pool)
 {
@@ -180,21 +155,12 @@ void tmem_pool_empty(struct tmem_pool *pool)
 	tmem_dev_resync_any(false);
 }
 
-/**
- * tmem_pools_wait_emptied() - wait until the memory of emptied and freed pools is free
- *
- * Context: process, sleeps until a walk through the index is complete.
- */
 void tmem_pools_wait_emptied(void)
 {
 	tmem_index_sweep();
 }
 
-/**
- * tmem_pools_forget() - make all entries of the index unreachable
- *
- * Context: process, may sleep.
- */
+/* Makes all entries of the index unreachable. Sleeps. */
 void tmem_pools_forget(void)
 {
 	struct tmem_pool *pool;
@@ -285,17 +251,13 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 	return 0;
 }
 
-/**
- * tmem_pools_create() - create and destroy pools at the device, to match the guest's pools
- * @dev: the device
- * @generation: generation that the requests carry
+/*
+ * Creates and destroys pools at the device, to match the guest's pools. The first request without
+ * an answer ends the function, and so does tmem_sync_stop(). Returns 0, -ESTALE if the generation
+ * is over, or another error if pools are missing.
  *
- * The first request without an answer ends the function, and so does tmem_sync_stop().
- *
- * Context: the sync work only. The sync work is the only code that frees pools while there is a
- * device, so no lock is held while it waits for the device.
- *
- * Return: 0, -ESTALE if the generation is over, or another error if pools are missing.
+ * Context: the sync work, which is the only code that frees pools while there is a device, so no
+ * lock is held while it waits for the device.
  */
 int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 {
@@ -318,9 +280,7 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 	return err;
 }
 
-/**
- * tmem_pools_exit() - clean up after the hooks have freed all pools and the device is gone
- */
+/* Cleans up after the hooks have freed all pools and the device is gone. */
 void tmem_pools_exit(void)
 {
 	WARN_ON(!list_empty(&tmem_pools));

@@ -10,15 +10,10 @@
 
 static DEFINE_XARRAY(tmem_pools_live);
 
-/**
- * tmem_pool_set_id() - give a pool the id that the device has confirmed
- * @pool: the pool, which has no id. The caller has waited for an RCU grace period since the pool
- *   lost its last one.
- * @id: an id that was never used before
- *
- * Context: process, under tmem_pools_lock.
- *
- * Return: 0 or -ENOMEM.
+/*
+ * Gives a pool an id that was never used before and that the device has confirmed. The pool has no
+ * id, and the caller has waited for an RCU grace period since the pool lost its last one. Returns 0
+ * or -ENOMEM. Context: process, under tmem_pools_lock.
  */
 int tmem_pool_set_id(struct tmem_pool *pool, u32 id)
 {
@@ -32,11 +27,9 @@ int tmem_pool_set_id(struct tmem_pool *pool, u32 id)
 	return err;
 }
 
-/**
- * tmem_pool_clear_id() - take the id of a pool away, which makes its entries unreachable
- * @pool: the pool, which has an id
- *
- * Context: process, under tmem_pools_lock.
+/*
+ * Takes the id of a pool away, which makes its entries unreachable. Context: process, under
+ * tmem_pools_lock.
  */
 void tmem_pool_clear_id(struct tmem_pool *pool)
 {
@@ -44,22 +37,14 @@ void tmem_pool_clear_id(struct tmem_pool *pool)
 	WRITE_ONCE(pool->id, 0);
 }
 
-/**
- * tmem_pool_live() - check whether puts and gets use a pool id
- * @id: pool id
- *
- * Return: true if a pool has this id now.
- */
+/* Returns whether puts and gets use a pool id. */
 bool tmem_pool_live(u32 id)
 {
 	return xa_load(&tmem_pools_live, id);
 }
 
-/**
- * tmem_pool_add_pages() - add to the number of a pool's entries
- * @id: pool id. If it is no longer in use, nothing is counted.
- * @pages: number of entries, which may be negative
- *
+/*
+ * Adds to the number of a pool's entries. If the id is no longer in use, nothing is counted.
  * Context: any but NMI; the caller holds a spinlock with interrupts off, or owns the object of the
  * entries.
  */
@@ -74,14 +59,9 @@ void tmem_pool_add_pages(u32 id, long pages)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_pool_pages() - return the number of a pool's entries, held and retained
- * @pool: the pool
- *
- * Context: any.
- *
- * Return: number of pages. It is exact while nothing is entered or erased. If entries are only
- * erased, 0 means that none is left.
+/*
+ * The number is exact while nothing is entered or erased. If entries are only erased, 0 means that
+ * none is left.
  */
 unsigned long tmem_pool_pages(struct tmem_pool *pool)
 {
@@ -95,13 +75,9 @@ unsigned long tmem_pool_pages(struct tmem_pool *pool)
 	return max(pages, 0L);
 }
 
-/**
- * tmem_pool_name() - return the name of a pool from its id
- * @id: pool id
- *
- * Context: any but NMI; the caller holds the RCU read lock or a spinlock while it uses the name.
- *
- * Return: the name, or "?" when the id is no longer in use.
+/*
+ * Returns the name of a pool from its id, or "?" when the id is no longer in use. The caller holds
+ * the RCU read lock or a spinlock while it uses the name. Context: any but NMI.
  */
 const char *tmem_pool_name(u32 id)
 {
@@ -110,9 +86,7 @@ const char *tmem_pool_name(u32 id)
 	return pool ? pool->name : "?";
 }
 
-/**
- * tmem_pool_ids_exit() - free the table, after all pools were freed
- */
+/* Frees the table, after all pools were freed. */
 void tmem_pool_ids_exit(void)
 {
 	xa_destroy(&tmem_pools_live);

@@ -7,13 +7,9 @@
 
 #include "wake.h"
 
-/**
- * tmem_queue_of() - return the request queue of a page
- * @dev: the device
- * @bucket: index bucket of the object
- * @index: place of the block in the object
- *
- * Return: the queue. All pages of a chunk (256 neighbouring blocks) have the same queue.
+/*
+ * Returns the request queue of a page. All pages of a chunk (256 neighbouring blocks) have the same
+ * queue.
  */
 struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index)
 {
@@ -22,15 +18,9 @@ struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index)
 	return &dev->queue[hash_64((u64)bucket << 40 ^ chunk, 32) % dev->nr_queues];
 }
 
-/**
- * tmem_queue_flush() - queue a flush: a range of pages that the host should drop
- * @where: object
- * @index: place of the first block in the object
- * @nr_pages: number of pages
- *
- * The range is a hint. The sender sends it later; the driver discards it if too many ranges wait.
- *
- * Context: any but NMI.
+/*
+ * Queues a flush: a range of pages that the host should drop. The range is a hint. The sender sends
+ * it later; the driver discards it if too many ranges wait. Context: any but NMI.
  */
 void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages)
 {

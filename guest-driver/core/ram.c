@@ -24,11 +24,8 @@
 
 static struct shrinker *shrinker;
 
-/**
- * tmem_ram_check() - follow the size of RAM, and request a reset if the device has to be set up for
- * another size
- * @dev: the device
- *
+/*
+ * Follows the size of RAM, and requests a reset if the device has to be set up for another size.
  * Context: process; the report work only.
  */
 void tmem_ram_check(struct tmem_dev *dev)
@@ -73,11 +70,7 @@ static struct notifier_block ram_block = {
 	.notifier_call = ram_notify,
 };
 
-/**
- * tmem_ram_init() - follow the size of RAM from now on
- *
- * Return: 0 or an error.
- */
+/* Follows the size of RAM from now on. Returns 0 or an error. */
 int tmem_ram_init(void)
 {
 	int err = register_memory_notifier(&ram_block);
@@ -91,9 +84,7 @@ int tmem_ram_init(void)
 	return -ENOMEM;
 }
 
-/**
- * tmem_ram_exit() - undo tmem_ram_init(), before the evictor is stopped
- */
+/* Undoes tmem_ram_init(), before the evictor is stopped. */
 void tmem_ram_exit(void)
 {
 	tmem_shrinker_remove(shrinker);

@@ -42,21 +42,12 @@ static unsigned int deadline_ms = 20;
 module_param_cb(deadline_ms, &deadline_ms_ops, &deadline_ms, 0644);
 MODULE_PARM_DESC(deadline_ms, "longest time in ms that one bio waits for the host (1-1000, default 20)");
 
-/**
- * tmem_get_span_ns() - return the time from the begin of a wait to its deadline
- *
- * Return: time in ns.
- */
+/* Returns the time in ns from the begin of a wait to its deadline. */
 u64 tmem_get_span_ns(void)
 {
 	return (u64)READ_ONCE(deadline_ms) * NSEC_PER_MSEC;
 }
 
-/**
- * tmem_get_deadline_ns() - return the deadline of a reader that begins to wait now
- *
- * Return: a time of ktime_get_ns().
- */
 u64 tmem_get_deadline_ns(void)
 {
 	return ktime_get_ns() + tmem_get_span_ns();
@@ -64,14 +55,9 @@ u64 tmem_get_deadline_ns(void)
 
 /* --- requests ------------------------------------------------------------------------------ */
 
-/**
- * tmem_get_abandon() - abandon a get request unless its answer has come
- * @get: the request
- *
- * An abandoned request belongs to the device.
- *
- * Context: any but NMI.
- * Return: true if the answer has come.
+/*
+ * Abandons a get request unless its answer has come. An abandoned request belongs to the device.
+ * Returns whether the answer has come. Context: any but NMI.
  */
 bool tmem_get_abandon(struct tmem_get_req *get)
 {
@@ -92,15 +78,9 @@ bool tmem_get_abandon(struct tmem_get_req *get)
 	return done;
 }
 
-/**
- * tmem_get_submit() - send a get request
- * @dev: the device
- * @get: the request; the caller has filled in count, block, entry, and out except for out.hdr
- * @generation: generation of the request
- * @pool: id of the pool at the host
- *
- * Context: process or softirq.
- * Return: 0 or an error of the virtqueue.
+/*
+ * Sends a get request. The caller has filled in count, block, entry, and out except for out.hdr.
+ * Returns 0 or an error of the virtqueue. Context: process or softirq.
  */
 int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool)
 {
@@ -141,13 +121,9 @@ int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generati
 	return err;
 }
 
-/**
- * tmem_get_wait() - wait until a get request is answered or the deadline passes
- * @get: the request
- * @deadline_ns: the deadline
- *
- * Context: process, may sleep.
- * Return: true if there is an answer. If there is none, the request belongs to the device.
+/*
+ * Waits until a get request is answered or the deadline passes. Returns whether there is an answer.
+ * If there is none, the request belongs to the device. Sleeps.
  */
 bool tmem_get_wait(struct tmem_get_req *get, u64 deadline_ns)
 {
@@ -155,10 +131,7 @@ bool tmem_get_wait(struct tmem_get_req *get, u64 deadline_ns)
 	return tmem_get_abandon(get);
 }
 
-/**
- * tmem_get_count_wait() - add the time that a reader waited for one request to the statistics
- * @waited_ns: the time, whether the request was answered or not
- */
+/* Adds the time that a reader waited for one request, answered or not, to the statistics. */
 void tmem_get_count_wait(u64 waited_ns)
 {
 	unsigned int bucket = fls64(div_u64(waited_ns, NSEC_PER_USEC));
@@ -170,12 +143,7 @@ void tmem_get_count_wait(u64 waited_ns)
 
 /* --- pages --------------------------------------------------------------------------------- */
 
-/**
- * tmem_get_miss() - count a page of a get as a miss
- * @fetch: the fetch
- * @i: number of the page
- * @why: the reason
- */
+/* Counts page @i of a fetch as a miss. */
 void tmem_get_miss(struct tmem_fetch *fetch, unsigned int i, enum tmem_stat why)
 {
 	__clear_bit(i, fetch->want);
@@ -251,12 +219,9 @@ no:
 	return false;
 }
 
-/**
- * tmem_get_take() - check the answer to a request, and copy the pages that it brought
- * @fetch: the fetch
- * @sent: the request, which is answered; it is free afterwards
- *
- * Context: any but NMI and hard interrupts.
+/*
+ * Checks the answer to a request, and copies the pages that it brought. The request is free
+ * afterwards. Context: any but NMI and hard interrupts.
  */
 void tmem_get_take(struct tmem_fetch *fetch, struct tmem_get_sent *sent)
 {
@@ -280,12 +245,9 @@ void tmem_get_take(struct tmem_fetch *fetch, struct tmem_get_sent *sent)
 	tmem_bounce_free(fetch->dev, get);
 }
 
-/**
- * tmem_get_lost() - count the pages of a request that was not answered before the deadline
- * @fetch: the fetch
- * @sent: the request, which belongs to the device
- *
- * Context: any but NMI.
+/*
+ * Counts the pages of a request that was not answered before the deadline, and belongs to the
+ * device. Context: any but NMI.
  */
 void tmem_get_lost(struct tmem_fetch *fetch, struct tmem_get_sent *sent)
 {
@@ -370,13 +332,10 @@ static u64 part_of(u64 mask, unsigned int first, unsigned int count)
 	return mask >> first & GENMASK_ULL(count - 1, 0);
 }
 
-/**
- * tmem_get_unit() - take entries out of the index, and copy or request their pages
- * @fetch: the fetch
- * @from: number of the first page
- * @to: number of the page after the last one; all pages are in one 64-page unit of the index
- *
- * Context: any but NMI and hard interrupts.
+/*
+ * Takes the entries of pages @from to @to - 1 of a fetch out of the index, and copies or requests
+ * the pages. All pages are in one 64-page unit of the index. Context: any but NMI and hard
+ * interrupts.
  */
 void tmem_get_unit(struct tmem_fetch *fetch, unsigned int from, unsigned int to)
 {

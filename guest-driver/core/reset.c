@@ -195,14 +195,10 @@ static void reset_work_fn(struct work_struct *work)
 	retry_later();
 }
 
-/**
- * tmem_dev_reset_soon() - request a reset of the device, which empties the cache
- * @reason: reason for the log, a string constant
- *
- * The device is reset and set up again in the background, at most once in RESET_PERIOD_S. Further
- * requests until then have no effect.
- *
- * Context: any but NMI.
+/*
+ * Requests a reset of the device, which empties the cache. @reason is a string constant for the
+ * log. The device is reset and set up again in the background, at most once in RESET_PERIOD_S.
+ * Further requests until then have no effect. Context: any but NMI.
  */
 void tmem_dev_reset_soon(const char *reason)
 {
@@ -222,11 +218,9 @@ static void next_round(struct tmem_in_flight *in_flight)
 	in_flight->nr_old = in_flight->nr;
 }
 
-/**
- * tmem_reset_round() - count the requests that are at the device as those of an earlier generation
- * @dev: the device, whose generation changes
- *
- * Context: process; the sync work.
+/*
+ * Counts the requests that are at the device as those of an earlier generation, because the
+ * generation changes. Context: process; the sync work.
  */
 void tmem_reset_round(struct tmem_dev *dev)
 {
@@ -260,14 +254,10 @@ static bool stuck(struct tmem_dev *dev)
 	return found;
 }
 
-/**
- * tmem_reset_check() - request a reset if requests of an earlier generation stay unanswered
- * @dev: the device
- * @works: the device has just answered a report or a GENERATION request
- *
- * Context: process; the report work.
- *
- * Return: true if the caller should check again after STUCK_PERIOD_MS.
+/*
+ * Requests a reset if requests of an earlier generation stay unanswered. @works: the device has
+ * just answered a report or a GENERATION request. Returns whether the caller should check again
+ * after STUCK_PERIOD_MS. Context: process; the report work.
  */
 bool tmem_reset_check(struct tmem_dev *dev, bool works)
 {
@@ -284,11 +274,9 @@ bool tmem_reset_check(struct tmem_dev *dev, bool works)
 	return false;
 }
 
-/**
- * tmem_resets_exit() - wait until no reset runs, and prevent further ones
- *
- * Context: process, may sleep; the caller holds no lock that the removal or set-up of a device
- * takes.
+/*
+ * Waits until no reset runs, and prevents further ones. The caller holds no lock that the removal
+ * or set-up of a device takes. Sleeps.
  */
 void tmem_resets_exit(void)
 {

@@ -24,15 +24,7 @@
 /* Argument of tmem_fallback_chooses() for the gets of this CPU. */
 static DEFINE_PER_CPU(int, sample_due);
 
-/**
- * tmem_retain_wanted() - decide whether the host may retain the pages of a part of a get
- * @dev: the device
- * @pages: number of pages of the part
- *
- * Context: process or softirq.
- *
- * Return: true if it may.
- */
+/* Returns whether the host may retain the pages of a part of a get. Context: process or softirq. */
 bool tmem_retain_wanted(struct tmem_dev *dev, unsigned int pages)
 {
 	bool chosen;
@@ -51,12 +43,8 @@ bool tmem_retain_wanted(struct tmem_dev *dev, unsigned int pages)
 	return true;
 }
 
-/**
- * tmem_retain_learn() - record the answers to references
- * @dev: the device
- * @gone: a bit for each answer; set if the host does not have the page
- * @count: number of answers, at most 64
- *
+/*
+ * Records up to 64 answers to references. A bit of @gone is set if the host does not have the page.
  * Context: any but NMI, with interrupts off.
  */
 void tmem_retain_learn(struct tmem_dev *dev, u64 gone, unsigned int count)
@@ -69,12 +57,7 @@ void tmem_retain_learn(struct tmem_dev *dev, u64 gone, unsigned int count)
 	spin_unlock(&dev->fallback_lock);
 }
 
-/**
- * tmem_retain_reset() - clear the answers to references, because the backend is new
- * @dev: the device
- *
- * Context: process.
- */
+/* Clears the answers to references, because the backend is new. Context: process. */
 void tmem_retain_reset(struct tmem_dev *dev)
 {
 	spin_lock_irq(&dev->fallback_lock);
@@ -105,18 +88,11 @@ static void ref_added(struct tmem_queue *queue)
 	}
 }
 
-/**
- * tmem_queue_ref() - queue a reference to a retained page that was evicted unchanged
- * @dev: the device
- * @where: object
- * @index: page number
- * @offset: cookie offset of the entry
- * @epoch: dev->epoch, read before the page's entry changed from retained to held
- *
- * The reference is dropped if the queue of references is full. The page then stays retained at the
- * host.
- *
- * Context: interrupts are off.
+/*
+ * Queues a reference to a retained page that was evicted unchanged. @offset is the cookie offset of
+ * its entry, and @epoch is dev->epoch, read before the entry changed from retained to held. The
+ * reference is dropped if the queue of references is full. The page then stays retained at the
+ * host. Interrupts are off.
  */
 void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 index, u64 offset,
 		    u32 epoch)
@@ -154,12 +130,9 @@ void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 in
 		tmem_count(TMEM_STAT_refs_dropped);
 }
 
-/**
- * tmem_retain_init() - allocate the references and their requests of a queue
- * @dev: the device; the size of the memory is added to its memory_bytes
- * @queue: the queue
- *
- * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_retain_exit() as well.
+/*
+ * Allocates the references and their requests of a queue, and adds their size to dev->memory_bytes.
+ * Returns 0, or -ENOMEM; the caller then calls tmem_retain_exit(), too.
  */
 int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {
@@ -183,10 +156,7 @@ int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue)
 	return 0;
 }
 
-/**
- * tmem_retain_exit() - free the references and their requests of a queue
- * @queue: the queue; the device was reset
- */
+/* Frees the references and their requests of a queue, after the reset of the device. */
 void tmem_retain_exit(struct tmem_queue *queue)
 {
 	unsigned int i;

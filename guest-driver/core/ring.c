@@ -243,14 +243,6 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 	return why;
 }
 
-/**
- * tmem_evicted_read() - copy a page to the processor's scratch page, and compute its checks
- * @evicted: the page
- *
- * Context: no interrupt, preemption off.
- *
- * Return: false if there is no device, or if the page has a memory error.
- */
 bool tmem_evicted_read(struct tmem_evicted *evicted)
 {
 	struct tmem_dev *dev;
@@ -269,18 +261,6 @@ bool tmem_evicted_read(struct tmem_evicted *evicted)
 	return evicted->copy;
 }
 
-/**
- * tmem_put() - offer a page that leaves the page cache
- * @key: object of its block
- * @index: place of the block in the object
- * @evicted: the page, which tmem_evicted_read() has read since preemption was disabled
- * @workingset: the page was used again after it was read in
- *
- * Context: any but NMI; never waits.
- *
- * Return: true if the put ring took the page, or if the host has it. Otherwise the index has no
- * entry for the page.
- */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, const struct tmem_evicted *evicted,
 	      bool workingset)
 {
@@ -315,14 +295,9 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, const struct tmem_evict
 	return false;
 }
 
-/**
- * tmem_ring_copy() - get a page that is still in the ring
- * @dev: the device
- * @queue: queue of the page
- * @entry: index entry of the page, already taken out
- * @dst: destination of the copy
- *
- * Return: true if the page was in the ring; otherwise @dst has unspecified content.
+/*
+ * Copies a page that is still in the ring to @dst. @entry is its index entry, already taken out.
+ * Returns whether the page was in the ring; otherwise @dst has unspecified content.
  */
 bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, void *dst)
 {
@@ -341,11 +316,9 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
 	return READ_ONCE(slot->cookie) == cookie;
 }
 
-/**
- * tmem_ring_free() - move the tail over slots that have become free
- * @queue: the queue
- *
- * Context: the caller holds send_lock and has set slots before next to FREE.
+/*
+ * Moves the tail over slots that have become free. The caller holds send_lock and has set slots
+ * before next to FREE.
  */
 void tmem_ring_free(struct tmem_queue *queue)
 {
@@ -369,10 +342,7 @@ void tmem_ring_free(struct tmem_queue *queue)
 
 /* --- set-up -------------------------------------------------------------------------------- */
 
-/**
- * tmem_ring_renew() - make the cookie offsets of a queue begin at 0 again
- * @queue: the queue; tmem_pools_forget() was called before
- */
+/* Makes the cookie offsets of a queue begin at 0 again, after tmem_pools_forget(). */
 void tmem_ring_renew(struct tmem_queue *queue)
 {
 	u64 begin = tmem_test_first_seq(TMEM_SEQ_MASK / queue->dev->nr_queues);
@@ -382,12 +352,10 @@ void tmem_ring_renew(struct tmem_queue *queue)
 	spin_unlock_irq(&queue->ring_lock);
 }
 
-/**
- * tmem_slots_init() - allocate the slots that all queues share, and the scratch pages
- * @dev: the device; the size of the memory is added to its memory_bytes
- * @nr_slots: number of slots, a multiple of TMEM_BLOCK_PAGES
- *
- * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_slots_exit() as well.
+/*
+ * Allocates the slots that all queues share, whose number is a multiple of TMEM_BLOCK_PAGES, and
+ * the scratch pages, and adds their size to dev->memory_bytes. Returns 0, or -ENOMEM; the caller
+ * then calls tmem_slots_exit(), too.
  */
 int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 {
@@ -421,10 +389,7 @@ int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 	return 0;
 }
 
-/**
- * tmem_slots_exit() - free the slots that all queues share, and the scratch pages
- * @dev: the device; it was reset
- */
+/* Frees the slots and the scratch pages of a device that was reset. */
 void tmem_slots_exit(struct tmem_dev *dev)
 {
 	unsigned int i;
@@ -437,12 +402,9 @@ void tmem_slots_exit(struct tmem_dev *dev)
 	kvfree(dev->slot);
 }
 
-/**
- * tmem_ring_init() - allocate the ring of a queue
- * @dev: the device; the size of the memory is added to its memory_bytes
- * @queue: the queue; the slots are allocated already
- *
- * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_ring_exit() as well.
+/*
+ * Allocates the ring of a queue, after the slots, and adds its size to dev->memory_bytes. Returns
+ * 0, or -ENOMEM; the caller then calls tmem_ring_exit(), too.
  */
 int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {
@@ -456,10 +418,7 @@ int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue)
 	return 0;
 }
 
-/**
- * tmem_ring_exit() - free the ring of a queue
- * @queue: the queue; the device was reset
- */
+/* Frees the ring of a queue, after the reset of the device. */
 void tmem_ring_exit(struct tmem_queue *queue)
 {
 	kvfree(queue->pending);

@@ -581,30 +581,23 @@ static bool send_turn(struct tmem_queue *queue, bool all)
 	return !turn.budget;
 }
 
-/**
- * tmem_send() - take the answers of a queue, and send full batches and due partial batches
- * @queue: the queue
- *
- * Context: any but NMI, without locks of the core. tear_down() in transport.c waits for all callers
- * before it deletes the virtqueues.
- *
- * Return: true if the call reached its limit of TMEM_SEND_BATCHES batches, so that there may be
- * more work.
+/*
+ * Takes the answers of a queue, and sends full batches and due partial batches. Returns whether the
+ * call reached its limit of TMEM_SEND_BATCHES batches, so that there may be more work. Context: any
+ * but NMI, without locks of the core. tear_down() in transport.c waits for all callers before it
+ * deletes the virtqueues.
  */
 bool tmem_send(struct tmem_queue *queue)
 {
 	return send_turn(queue, false);
 }
 
-/**
- * tmem_send_all() - take the answers of a queue, and send all waiting puts and references
- * @queue: the queue
+/*
+ * Takes the answers of a queue, and sends all waiting puts and references. Pages that the host
+ * cannot take now stay in the queue. The function processes at most TMEM_PUTS_IN_FLIGHT batches.
  *
- * Pages that the host cannot take now stay in the queue. The function processes at most
- * TMEM_PUTS_IN_FLIGHT batches.
- *
- * Context: process, may sleep. The caller has a reference to the device (tmem_dev_get()), so that
- * the device is not reset during the call.
+ * It may sleep. The caller has a reference to the device (tmem_dev_get()), so that the device is
+ * not reset during the call.
  */
 void tmem_send_all(struct tmem_queue *queue)
 {
@@ -620,14 +613,10 @@ void tmem_send_all(struct tmem_queue *queue)
 	} while (more && --turns);
 }
 
-/**
- * tmem_send_timeout() - return how long the feeder may sleep without being woken
- * @queue: the queue; the caller has called tmem_send() for it
- *
- * Context: the feeder.
- *
- * Return: time in jiffies until the waiting puts and references of the queue are due, or
- * MAX_SCHEDULE_TIMEOUT if none waits or the device must answer before any can be sent.
+/*
+ * Returns how long the feeder may sleep without being woken: the time in jiffies until the waiting
+ * puts and references of the queue are due, or MAX_SCHEDULE_TIMEOUT if none waits or the device
+ * must answer before any can be sent. The caller is the feeder, which has called tmem_send().
  */
 long tmem_send_timeout(struct tmem_queue *queue)
 {
@@ -675,11 +664,6 @@ static void send_turns(struct tmem_queue *queue)
 	}
 }
 
-/**
- * tmem_put_end() - send the full batches of puts
- *
- * Context: any but NMI, without locks of the core and the records.
- */
 void tmem_put_end(void)
 {
 	struct tmem_dev *dev;
@@ -694,10 +678,7 @@ void tmem_put_end(void)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_send_drain() - take the device's answers without waiting for its interrupt
- * @queue: the queue
- */
+/* Takes the device's answers without waiting for its interrupt. */
 void tmem_send_drain(struct tmem_queue *queue)
 {
 	unsigned long flags;
@@ -710,10 +691,7 @@ void tmem_send_drain(struct tmem_queue *queue)
 		send_turns(queue);
 }
 
-/**
- * tmem_send_vq_callback() - take the device's answers at its interrupt
- * @vq: a request queue
- */
+/* Takes the device's answers at its interrupt. */
 void tmem_send_vq_callback(struct virtqueue *vq)
 {
 	struct tmem_dev *dev = vq->vdev->priv;
@@ -733,12 +711,9 @@ void tmem_send_vq_callback(struct virtqueue *vq)
 
 /* --- set-up -------------------------------------------------------------------------------- */
 
-/**
- * tmem_send_init() - allocate the requests of a queue
- * @dev: the device; the size of the memory is added to its memory_bytes
- * @queue: the queue
- *
- * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_send_exit() as well.
+/*
+ * Allocates the requests of a queue, and adds their size to dev->memory_bytes. Returns 0, or
+ * -ENOMEM; the caller then calls tmem_send_exit(), too.
  */
 int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {
@@ -761,11 +736,9 @@ int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue)
 	return 0;
 }
 
-/**
- * tmem_send_lost() - count the pages of a queue whose puts and references are lost by a reset
- * @queue: the queue; the device was reset, and no put and no interrupt can come any more
- *
- * The index need not be changed, because the caller empties it.
+/*
+ * Counts the pages of a queue whose puts and references are lost by a reset of the device. No put
+ * and no interrupt can come any more. The index need not be changed, because the caller empties it.
  */
 void tmem_send_lost(struct tmem_queue *queue)
 {
@@ -781,10 +754,7 @@ void tmem_send_lost(struct tmem_queue *queue)
 	tmem_count_n(TMEM_STAT_refs_dropped, waiting_refs(queue));
 }
 
-/**
- * tmem_send_exit() - free the requests of a queue
- * @queue: the queue; the device was reset
- */
+/* Frees the requests of a queue, after the reset of the device. */
 void tmem_send_exit(struct tmem_queue *queue)
 {
 	unsigned int i;

@@ -45,21 +45,12 @@ static void update_online(void)
 	WRITE_ONCE(online, ready && !poison_reason[0] && !hooks_reason[0]);
 }
 
-/**
- * tmem_online() - check whether a put or a get is worth preparing
- *
- * Return: true if there is a device with a backend and nothing is wrong. The answer may change at
- * any time.
- */
 bool tmem_online(void)
 {
 	return READ_ONCE(online);
 }
 
-/**
- * tmem_state_offline() - record that there is no device or no backend
- * @why: reason, for sysfs
- */
+/* Records that there is no device or no backend. sysfs shows the reason. */
 void tmem_state_offline(const char *why)
 {
 	unsigned long flags;
@@ -72,9 +63,7 @@ void tmem_state_offline(const char *why)
 	spin_unlock_irqrestore(&state_lock, flags);
 }
 
-/**
- * tmem_state_online() - record that the device has a backend and knows the guest's pools
- */
+/* Records that the device has a backend and knows the guest's pools. */
 void tmem_state_online(void)
 {
 	unsigned long flags;
@@ -89,11 +78,9 @@ void tmem_state_online(void)
 		tmem_dev_report_any();
 }
 
-/**
- * tmem_state_tripped() - record whether the breaker is open
- * @tripped: true if the breaker is open
- *
- * Context: under get_lock of the device, together with the change of dev->tripped.
+/*
+ * Records whether the breaker is open. Context: under get_lock of the device, together with the
+ * change of dev->tripped.
  */
 void tmem_state_tripped(bool tripped)
 {
@@ -104,13 +91,6 @@ void tmem_state_tripped(bool tripped)
 	spin_unlock_irqrestore(&state_lock, flags);
 }
 
-/**
- * tmem_poison() - stop all puts and gets because a page was wrong
- * @why: the check that found the page
- * @block: block of the page
- *
- * Context: any but NMI.
- */
 void tmem_poison(const char *why, u64 block)
 {
 	unsigned long flags;
@@ -131,11 +111,6 @@ void tmem_poison(const char *why, u64 block)
 	tmem_dev_report_any();
 }
 
-/**
- * tmem_core_set_hooks() - set the state of the hooks
- * @live: a bit of enum tmem_hook for each hook that is live
- * @off_reason: reason why the module stays off, or NULL
- */
 void tmem_core_set_hooks(u64 live, const char *off_reason)
 {
 	unsigned long flags;
@@ -148,11 +123,6 @@ void tmem_core_set_hooks(u64 live, const char *off_reason)
 	tmem_dev_report_any();
 }
 
-/**
- * tmem_core_set_served() - set which file systems are served
- * @types: bits VIRTIO_TMEM_H_... of the file system types that are served
- * @text: file systems that are not served, with the reason, in one line; or ""
- */
 void tmem_core_set_served(u64 types, const char *text)
 {
 	unsigned long flags;
@@ -164,10 +134,6 @@ void tmem_core_set_served(u64 types, const char *text)
 	tmem_dev_report_any();
 }
 
-/**
- * tmem_core_set_note() - set a note that the sysfs file "state" shows while the cache works
- * @text: one line without its end
- */
 void tmem_core_set_note(const char *text)
 {
 	unsigned long flags;
@@ -177,11 +143,9 @@ void tmem_core_set_note(const char *text)
 	spin_unlock_irqrestore(&state_lock, flags);
 }
 
-/**
- * tmem_state_report() - return the state for the host
- * @hooks: set to the bits of the live hooks and of the served file system types
- *
- * Return: VIRTIO_TMEM_R_...
+/*
+ * Returns the state for the host (VIRTIO_TMEM_R_...), and sets @hooks to the bits of the live hooks
+ * and of the served file system types.
  */
 u32 tmem_state_report(u64 *hooks)
 {
@@ -204,12 +168,7 @@ u32 tmem_state_report(u64 *hooks)
 	return state;
 }
 
-/**
- * tmem_state_show() - print the state for sysfs
- * @buf: a page
- *
- * Return: length of the line in bytes.
- */
+/* Prints the state for sysfs. Returns the length of the line in bytes. */
 ssize_t tmem_state_show(char *buf)
 {
 	ssize_t len;
@@ -232,13 +191,7 @@ ssize_t tmem_state_show(char *buf)
 
 /* --- counters ------------------------------------------------------------------------------ */
 
-/**
- * tmem_stat_sum() - return the sum of neighbouring counters over all CPUs
- * @first: first counter
- * @last: last counter, included
- *
- * Return: the sum.
- */
+/* Returns the sum of neighbouring counters, from @first to @last, over all CPUs. */
 u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last)
 {
 	u64 sum = 0;

@@ -181,11 +181,9 @@ static void ask_work_fn(struct work_struct *work)
 				   min(wait, msecs_to_jiffies(REPORT_PERIOD_MS)));
 }
 
-/**
- * tmem_sync_hibernate() - erase all entries and stay off, or return to service
- * @begin: true to stay off, false to return to service
- *
- * Context: process, may sleep as long as a control request may take.
+/*
+ * Erases all entries and stays off (@begin), or returns to service. Sleeps as long as a control
+ * request may take.
  */
 void tmem_sync_hibernate(bool begin)
 {
@@ -310,12 +308,7 @@ static void report_work_fn(struct work_struct *work)
 
 /* --- set-up -------------------------------------------------------------------------------- */
 
-/**
- * tmem_sync_init() - allocate the workqueue
- * @dev: the device
- *
- * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_sync_exit() as well.
- */
+/* Allocates the workqueue. Returns 0, or -ENOMEM; the caller then calls tmem_sync_exit(), too. */
 int tmem_sync_init(struct tmem_dev *dev)
 {
 	INIT_WORK(&dev->sync_work, sync_work_fn);
@@ -326,9 +319,9 @@ int tmem_sync_init(struct tmem_dev *dev)
 	return dev->wq ? 0 : -ENOMEM;
 }
 
-/**
- * tmem_sync_start() - read the generation, and queue the creation of pools and the periodic reports
- * @dev: the device, which is ready
+/*
+ * Reads the generation, and queues the creation of pools and the periodic reports. The device is
+ * ready.
  */
 void tmem_sync_start(struct tmem_dev *dev)
 {
@@ -340,11 +333,9 @@ void tmem_sync_start(struct tmem_dev *dev)
 	tmem_dev_report(dev);
 }
 
-/**
- * tmem_sync_stop() - stop all work items
- * @dev: the device; no other code can queue a work item any more
- *
- * Context: process, may sleep until an unanswered control request times out.
+/*
+ * Stops all work items. No other code can queue one any more. Sleeps until an unanswered control
+ * request times out.
  */
 void tmem_sync_stop(struct tmem_dev *dev)
 {
@@ -362,10 +353,7 @@ void tmem_sync_stop(struct tmem_dev *dev)
 	}
 }
 
-/**
- * tmem_sync_exit() - free the workqueue
- * @dev: the device; tmem_sync_stop() was called if tmem_sync_start() was
- */
+/* Frees the workqueue. tmem_sync_stop() was called if tmem_sync_start() was. */
 void tmem_sync_exit(struct tmem_dev *dev)
 {
 	if (dev->wq)

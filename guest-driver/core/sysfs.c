@@ -150,11 +150,7 @@ static const struct attribute_group *groups[] = {
 
 struct kobject *tmem_kobj;
 
-/**
- * tmem_sysfs_init() - create /sys/kernel/virtio_tmem
- *
- * Return: 0 or an error.
- */
+/* Creates /sys/kernel/virtio_tmem. Returns 0 or an error. */
 int tmem_sysfs_init(void)
 {
 	int i, err;
@@ -172,9 +168,6 @@ int tmem_sysfs_init(void)
 	return err;
 }
 
-/**
- * tmem_sysfs_exit() - remove /sys/kernel/virtio_tmem
- */
 void tmem_sysfs_exit(void)
 {
 	sysfs_remove_groups(tmem_kobj, groups);

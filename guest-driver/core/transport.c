@@ -425,11 +425,6 @@ static struct notifier_block pm_block = {
 	.notifier_call = pm_notify,
 };
 
-/**
- * tmem_core_init() - set up index, sysfs and the virtio driver
- *
- * Return: 0 or an error.
- */
 int tmem_core_init(void)
 {
 	int err;
@@ -465,9 +460,7 @@ fail_index:
 	return err;
 }
 
-/**
- * tmem_core_exit() - undo tmem_core_init(), after the hooks are gone and have freed all pools
- */
+/* The hooks are gone and have freed all pools. */
 void tmem_core_exit(void)
 {
 	tmem_resets_exit();

@@ -10,14 +10,7 @@
 #include "../trace.h"
 #include "core.h"
 
-/**
- * tmem_pool_wrong() - stop using a pool because a page was wrong
- * @pool: the pool
- * @why: the check that found the page
- * @block: block of the page
- *
- * Context: any but NMI. The caller then lets the hooks empty the pool.
- */
+/* Context: any but NMI. The caller then lets the hooks empty the pool. */
 void tmem_pool_wrong(struct tmem_pool *pool, const char *why, u64 block)
 {
 	tmem_count(TMEM_STAT_mismatches);
@@ -32,24 +25,11 @@ void tmem_pool_wrong(struct tmem_pool *pool, const char *why, u64 block)
 	tmem_dev_report_any();
 }
 
-/**
- * tmem_pool_is_wrong() - check whether a page of a pool was wrong
- * @pool: the pool
- *
- * Return: true if the pool must not be used.
- */
 bool tmem_pool_is_wrong(const struct tmem_pool *pool)
 {
 	return READ_ONCE(pool->wrong);
 }
 
-/**
- * tmem_pool_why() - return which check found the first wrong page of a pool
- * @pool: the pool
- * @block: set to the block of the page
- *
- * Return: the check, or NULL if no page was wrong.
- */
 const char *tmem_pool_why(const struct tmem_pool *pool, u64 *block)
 {
 	/* Read the check before the block; pairs with tmem_pool_wrong(). */

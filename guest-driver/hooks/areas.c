@@ -49,14 +49,9 @@ static bool overlaps(const struct tmem_area *area, const struct gendisk *disk, s
 	       (sector_t)area->nr * TMEM_BLOCK_SECTORS && sector + nr > area->start;
 }
 
-/**
- * tmem_area_find() - find the area that contains a whole range of sectors
- * @disk: the disk
- * @sector: first sector, on the whole disk
- * @nr: number of sectors
- *
- * Context: any; the caller holds the RCU read lock while it uses the result.
- * Return: the area, or NULL if no area contains the whole range.
+/*
+ * Returns the area that contains all of the @nr sectors of a disk from @sector on, or NULL. The
+ * caller holds the RCU read lock while it uses the result.
  */
 const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sector, sector_t nr)
 {
@@ -72,12 +67,9 @@ const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sect
 	return NULL;
 }
 
-/**
- * tmem_area_of() - find the area that contains a block
- * @block: number of the block
- *
- * Context: any; the caller holds the RCU read lock while it uses the result.
- * Return: the area, or NULL.
+/*
+ * Returns the area that contains a block, or NULL. The caller holds the RCU read lock while it uses
+ * the result.
  */
 const struct tmem_area *tmem_area_of(u32 block)
 {
@@ -92,13 +84,7 @@ const struct tmem_area *tmem_area_of(u32 block)
 	return NULL;
 }
 
-/**
- * tmem_area_serves() - check whether a disk has an area
- * @disk: the disk
- *
- * Context: any.
- * Return: true if it has one.
- */
+/* Returns whether a disk has an area. Context: any. */
 bool tmem_area_serves(const struct gendisk *disk)
 {
 	const struct tmem_area *area;
@@ -114,13 +100,9 @@ bool tmem_area_serves(const struct gendisk *disk)
 	return found;
 }
 
-/**
- * tmem_area_epoch() - find out in which interval an area is
- * @disk: the disk
- * @start: first sector of the area, on the whole disk
- *
- * Context: any.
- * Return: the epoch of the area, or 0 outside of an interval or if there is no area.
+/*
+ * Returns the epoch of the area that has sector @start of a disk, or 0 outside of an interval, or
+ * if there is no area. Context: any.
  */
 u32 tmem_area_epoch(const struct gendisk *disk, sector_t start)
 {
@@ -140,17 +122,12 @@ static u32 block_of(const struct tmem_area *area, sector_t sector)
 	return area->first + (u32)((sector - area->start) / TMEM_BLOCK_SECTORS);
 }
 
-/**
- * tmem_area_forget() - erase blocks from the index
- * @sb: super block of their area
- * @first: first block, counted from the beginning of the area
- * @nr: number of blocks
- * @may_sleep: the function may sleep, because the caller is in no RCU section
+/*
+ * Erases blocks from the index. @first counts from the beginning of the area of @sb. The caller has
+ * erased the records before. A put that found a record has ended then, or finds none any more.
  *
- * The caller has erased the records before. A put that found a record has ended then, or finds none
- * any more.
- *
- * Context: any but NMI; process, if @may_sleep.
+ * Context: any but NMI. With @may_sleep, the function may sleep, because the caller is in no RCU
+ * section.
  */
 void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep)
 {
@@ -175,15 +152,9 @@ void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_
 	}
 }
 
-/**
- * tmem_area_erase() - erase all blocks that a range touches, in all areas: records, then index
- * @disk: the disk
- * @sector: first sector, on the whole disk
- * @nr: number of sectors
- * @may_sleep: the function may sleep
- *
- * Context: any but NMI; process, if @may_sleep.
- * Return: true if the range touches an area.
+/*
+ * Erases all blocks that a range of sectors of a disk touches, in all areas: records, then index.
+ * Returns whether the range touches an area. Context: any but NMI. It sleeps only if @may_sleep.
  */
 bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, bool may_sleep)
 {
@@ -243,15 +214,9 @@ static bool end_interval(const struct gendisk *disk, sector_t sector, sector_t n
 	return touched;
 }
 
-/**
- * tmem_area_unseen() - erase the blocks of a write whose end the driver will not see
- * @disk: the disk
- * @sector: first sector, on the whole disk
- * @nr: number of sectors
- *
- * The areas record nothing until the disk was drained.
- *
- * Context: any but NMI.
+/*
+ * Erases the blocks of a write whose end the driver will not see. The areas record nothing until
+ * the disk was drained. Context: any but NMI.
  */
 void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr)
 {
@@ -262,16 +227,9 @@ void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr)
 		queue_delayed_work(tmem_system_wq, &drain_work, DRAIN_PERIOD);
 }
 
-/**
- * tmem_area_failed() - stop recording, because a write has failed
- * @disk: the disk
- * @sector: first sector of the write, on the whole disk
- * @nr: number of sectors
- *
- * A device may carry out a write later that has timed out. So the areas record nothing until they
- * are unmounted.
- *
- * Context: any but NMI.
+/*
+ * Stops recording, because a write has failed: a device may carry out a write later that has timed
+ * out. The areas record nothing until they are unmounted. Context: any but NMI.
  */
 void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr)
 {
@@ -411,16 +369,12 @@ static bool is_visible(struct block_device *bdev)
 	       !tmem_disk_has_rw_page(bdev->bd_disk);
 }
 
-/**
- * tmem_area_new() - make the area of a file system
- * @sb: its super block
- * @bdev: its block device, which the caller holds until tmem_area_free()
- * @from_start: the file system is being mounted, and no write of it has been missed
- * @why: set to the reason if there is no area
+/*
+ * Makes the area of a file system. The caller holds @bdev until tmem_area_free(). @from_start: the
+ * file system is being mounted, and no write of it has been missed. Sleeps.
  *
- * Context: process, may sleep.
- * Return: the area; NULL if there is no memory, no free block number (16 TiB in all areas), if the
- * device has writes that are no bios, or if another area has a part of it.
+ * Returns NULL and sets @why if there is no memory, or no free block number (16 TiB in all areas).
+ * The same happens if the device has writes that are no bios, or if another area has a part of it.
  */
 struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_device *bdev,
 				bool from_start, const char **why)
@@ -471,12 +425,7 @@ struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_devic
 	return area;
 }
 
-/**
- * tmem_area_free() - remove the area of a file system that is being unmounted
- * @area: from tmem_area_new(); may be NULL
- *
- * Context: process, may sleep.
- */
+/* Removes the area of a file system that is being unmounted. @area may be NULL. Sleeps. */
 void tmem_area_free(struct tmem_area *area)
 {
 	unsigned int i;
@@ -521,11 +470,7 @@ static struct notifier_block pm_block = {
 	.priority = 1,			/* before the core's notifier, which has 0 */
 };
 
-/**
- * tmem_areas_init() - make the tables
- *
- * Return: 0 or an error.
- */
+/* Makes the tables. Returns 0 or an error. */
 int tmem_areas_init(void)
 {
 	int err;
@@ -544,20 +489,16 @@ int tmem_areas_init(void)
 	return 0;
 }
 
-/**
- * tmem_areas_stop() - drain no disk any more, after tmem_fs_stop()
- *
- * Without the hook of unmounts, a disk could be freed during its drain. A disk that does not answer
- * delays this function.
+/*
+ * Drains no disk any more, after tmem_fs_stop(). Without the hook of unmounts, a disk could be
+ * freed during its drain. A disk that does not answer delays this function.
  */
 void tmem_areas_stop(void)
 {
 	cancel_delayed_work_sync(&drain_work);
 }
 
-/**
- * tmem_areas_exit() - free the tables, after all hooks and areas were removed
- */
+/* Frees the tables, after all hooks and areas were removed. */
 void tmem_areas_exit(void)
 {
 	unregister_pm_notifier(&pm_block);

@@ -27,14 +27,11 @@ static struct block_device *find(const char *name)
 	return dev ? dev_to_bdev(dev) : NULL;
 }
 
-/**
- * tmem_bdev_get() - return the block device of a super block
- * @sb: the super block, s_umount held
+/*
+ * Returns the block device of a super block, or NULL. The caller holds s_umount, and releases the
+ * device with tmem_bdev_put(). Sleeps.
  *
  * A wrong device would cost hits and no wrong byte: its area sees no transfer of @sb.
- *
- * Context: process, may sleep.
- * Return: NULL, or a device that the caller releases with tmem_bdev_put().
  */
 struct block_device *tmem_bdev_get(const struct super_block *sb)
 {
@@ -51,12 +48,7 @@ struct block_device *tmem_bdev_get(const struct super_block *sb)
 	return bdev;
 }
 
-/**
- * tmem_bdev_put() - release a block device
- * @bdev: from tmem_bdev_get(); may be NULL
- *
- * Context: process, may sleep.
- */
+/* Releases a block device, which may be NULL. Sleeps. */
 void tmem_bdev_put(struct block_device *bdev)
 {
 	struct module *owner;

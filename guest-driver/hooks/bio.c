@@ -345,12 +345,10 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	track(t);
 }
 
-/**
- * tmem_bio_begin() - fill or track a bio that is being submitted
- * @bio: the bio, whose sectors count from the beginning of its partition
- *
+/*
+ * Fills or tracks a bio that is being submitted. Its sectors count from the beginning of its
+ * partition. Returns true if the bio must not be submitted, because it has ended or will end later.
  * Context: process; does not sleep.
- * Return: true if the bio must not be submitted, because it has ended or will end later.
  */
 bool tmem_bio_begin(struct bio *bio)
 {
@@ -549,13 +547,7 @@ static bool is_unseen(const struct bio *bio)
 	return op_is_write(bio_op(bio)) && bio_sectors(bio) && bio->bi_end_io != bio_ended;
 }
 
-/**
- * tmem_probe_bio_queue() - erase what a bio writes that did not come through submit_bio()
- * @data: unused
- * @bio: the bio, on its way to a disk
- *
- * Context: any but NMI.
- */
+/* Erases what a bio writes that did not come through submit_bio(). Context: any but NMI. */
 void tmem_probe_bio_queue(void *data, struct bio *bio)
 {
 	if (is_unseen(bio) && tmem_area_serves(bio->bi_bdev->bd_disk) && !TMEM_WITHOUT(BIO_QUEUE))
@@ -563,15 +555,10 @@ void tmem_probe_bio_queue(void *data, struct bio *bio)
 				 bio->bi_iter.bi_sector + device_start(bio), bio_sectors(bio));
 }
 
-/**
- * tmem_probe_rq_issue() - erase what a request writes that the driver did not see as a bio
- * @data: unused
- * @rq: the request
- *
- * A command of a user (SG_IO) that does not return data may write anywhere. A write that was
- * submitted before its disk was served may reach the disk after the drain.
- *
- * Context: any but NMI.
+/*
+ * Erases what a request writes that the driver did not see as a bio. A command of a user (SG_IO)
+ * that does not return data may write anywhere. A write that was submitted before its disk was
+ * served may reach the disk after the drain. Context: any but NMI.
  */
 void tmem_probe_rq_issue(void *data, struct request *rq)
 {
@@ -602,9 +589,7 @@ const struct tmem_target tmem_bio_targets[] = {
 	{}
 };
 
-/**
- * tmem_bio_init() - prepare for bios
- */
+/* Prepares for bios, before submit_bio() is hooked. */
 void tmem_bio_init(void)
 {
 	struct bio child, parent;
@@ -621,10 +606,9 @@ void tmem_bio_init(void)
 	chain_end_io = child.bi_end_io;
 }
 
-/**
- * tmem_bio_wait() - wait for the end of all tracked bios, after submit_bio() was released
- *
- * A disk that does not answer delays it until the disk answers.
+/*
+ * Waits for the end of all tracked bios, after submit_bio() was released. A disk that does not
+ * answer delays it until the disk answers.
  */
 void tmem_bio_wait(void)
 {

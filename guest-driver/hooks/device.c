@@ -127,11 +127,9 @@ static struct miscdevice device = {
 
 static bool registered;
 
-/**
- * tmem_device_init() - register the misc device /dev/virtio_tmem, unless it is registered
- *
- * The caller has switched the hooks on. If the registration fails, the cache works, but users
- * cannot set policies of files.
+/*
+ * Registers the misc device /dev/virtio_tmem, when the hooks are on. If that fails, the cache
+ * works, but users cannot set policies of files.
  */
 void tmem_device_init(void)
 {
@@ -148,9 +146,7 @@ void tmem_device_init(void)
 		registered = true;
 }
 
-/**
- * tmem_device_exit() - unregister the misc device /dev/virtio_tmem; no task may have it open
- */
+/* Unregisters the misc device. No task may have it open. */
 void tmem_device_exit(void)
 {
 	if (registered)

@@ -65,12 +65,9 @@ static void tmem_fs_free(struct tmem_fs *fs)
 	kfree_rcu(fs, rcu);
 }
 
-/**
- * tmem_fs_drop() - remove a file system that is about to be shut down
- * @sb: its super block
- *
- * The caller holds s_umount for writing, so the discovery cannot register it again. All files are
- * closed, so no task begins a get.
+/*
+ * Removes a file system that is about to be shut down. The caller holds s_umount for writing, so
+ * the discovery cannot register it again. All files are closed, so no task begins a get.
  */
 void tmem_fs_drop(const struct super_block *sb)
 {
@@ -175,10 +172,7 @@ static void tmem_fs_seen(struct super_block *sb, void *arg)
 	serve(sb, arg, false);
 }
 
-/**
- * tmem_fs_mounted() - serve a file system that was mounted just now
- * @sb: its super block, s_umount held
- */
+/* Serves a file system that was mounted just now. The caller holds s_umount. */
 void tmem_fs_mounted(struct super_block *sb)
 {
 	unsigned int i;
@@ -240,19 +234,13 @@ static void discover_fn(struct work_struct *work)
 		WRITE_ONCE(tmem_fs_fruitless, tmem_fs_fruitless + 1);
 }
 
-/**
- * tmem_fs_setup() - set up the work item, once, before any hook can queue it
- */
+/* Sets up the work item, once, before any hook can queue it. */
 void tmem_fs_setup(void)
 {
 	INIT_DELAYED_WORK(&tmem_fs_discovery, discover_fn);
 }
 
-/**
- * tmem_fs_init() - look for mounted file systems
- *
- * The state in sysfs names file systems that cannot be served.
- */
+/* Looks for mounted file systems. The state in sysfs names those that cannot be served. */
 void tmem_fs_init(void)
 {
 	unsigned int i;
@@ -270,11 +258,7 @@ void tmem_fs_init(void)
 	flush_delayed_work(&tmem_fs_discovery);
 }
 
-/**
- * tmem_fs_stop() - stop looking for file systems
- *
- * The caller removes the hooks after this call, and then calls tmem_fs_exit().
- */
+/* Stops looking for file systems. The caller then removes the hooks, and calls tmem_fs_exit(). */
 void tmem_fs_stop(void)
 {
 	mutex_lock(&discovery_lock);
@@ -283,11 +267,7 @@ void tmem_fs_stop(void)
 	cancel_delayed_work_sync(&tmem_fs_discovery);
 }
 
-/**
- * tmem_fs_exit() - free all file systems, after all hooks were removed
- *
- * The caller may then call tmem_fs_init() to begin again.
- */
+/* Frees all file systems, after all hooks were removed. tmem_fs_init() may then begin again. */
 void tmem_fs_exit(void)
 {
 	struct tmem_fs_type *type;

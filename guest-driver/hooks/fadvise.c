@@ -19,12 +19,9 @@ static struct fadvise_range {
 } fadvise_ranges[TMEM_FADVISE_MAX];
 static unsigned long fadvise_used;
 
-/**
- * tmem_fadvise_covers() - check whether a running POSIX_FADV_DONTNEED covers a page
- * @mapping: mapping of the page
- * @index: index of the page
- *
- * Context: any. The answer may be wrong while a call of POSIX_FADV_DONTNEED begins or ends.
+/*
+ * Returns whether a running POSIX_FADV_DONTNEED covers a page. The answer may be wrong while such a
+ * call begins or ends. Context: any.
  */
 bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index)
 {

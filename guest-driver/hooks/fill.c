@@ -99,14 +99,10 @@ static bool is_of_file(struct folio *folio, const struct super_block *sb)
 	return same;
 }
 
-/**
- * tmem_note_page() - request a discovery if the mount of a page is not known
- * @page: the first page of a bio that is being submitted
- *
- * The mount may be older than the hooks, or the kernel has no hook of mounts. Small files of btrfs
- * and f2fs are in pages of metadata.
- *
- * Context: any but NMI.
+/*
+ * Requests a discovery if the mount of a page is not known. @page is the first page of a bio that
+ * is being submitted. The mount may be older than the hooks, or the kernel has no hook of mounts.
+ * Small files of btrfs and f2fs are in pages of metadata. Context: any but NMI.
  */
 void tmem_note_page(struct page *page)
 {
@@ -122,16 +118,10 @@ void tmem_note_page(struct page *page)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_is_filled() - check whether only a read can change a page until the read ends
- * @page: the page
- * @sb: super block of the file to which it must belong
- *
- * The lock is tested first: it keeps the mapping. Nobody has mapped or pinned a folio that is not
- * uptodate.
- *
+/*
+ * Returns whether only a read can change a page of a file of @sb until the read ends. The lock is
+ * tested first: it keeps the mapping. Nobody has mapped or pinned a folio that is not uptodate.
  * Context: any.
- * Return: true if nobody else can change it.
  */
 bool tmem_is_filled(struct page *page, const struct super_block *sb)
 {
@@ -140,14 +130,7 @@ bool tmem_is_filled(struct page *page, const struct super_block *sb)
 	return folio_test_locked(folio) && !folio_test_uptodate(folio) && is_of_file(folio, sb);
 }
 
-/**
- * tmem_is_flushed() - check whether a clean page is being written back
- * @page: the page
- * @sb: super block of the file to which it must belong
- *
- * Context: any.
- * Return: true if it is.
- */
+/* Returns whether a clean page of a file of @sb is being written back. Context: any. */
 bool tmem_is_flushed(struct page *page, const struct super_block *sb)
 {
 	struct folio *folio = page_folio(page);
@@ -155,12 +138,9 @@ bool tmem_is_flushed(struct page *page, const struct super_block *sb)
 	return folio_test_writeback(folio) && !folio_test_dirty(folio) && is_of_file(folio, sb);
 }
 
-/**
- * tmem_is_block() - check whether a segment of a bio is a page, and a whole block of an area
- * @bv: the segment
- * @place: its place, in bytes from the beginning of the area
- *
- * Return: true if it is.
+/*
+ * Returns whether a segment of a bio is a page, and a whole block of an area. @place is its place
+ * in bytes from the beginning of the area.
  */
 bool tmem_is_block(const struct bio_vec *bv, u64 place)
 {
@@ -200,14 +180,10 @@ static bool follows_read(struct folio *folio)
 	return follows;
 }
 
-/**
- * tmem_is_awaited() - check whether a reader will wait for the first page of a bio
- * @bio: the bio, which the current task submits
- *
- * As far as the driver can see: nobody waits yet for a window that readahead starts in advance. Its
+/*
+ * Returns whether a reader will wait for the first page of a bio that the current task submits, as
+ * far as the driver can see: nobody waits yet for a window that readahead starts in advance. Its
  * first folio has the flag "readahead". A wrong answer only costs time.
- *
- * Return: true if a reader will wait.
  */
 bool tmem_is_awaited(struct bio *bio)
 {
@@ -419,18 +395,13 @@ static void fetch_done(struct tmem_fetch *fetch)
 	fill_gone();
 }
 
-/**
- * tmem_fill() - fill pages of a read from the host
- * @bio: the bio; shortened to the pages that the disk has to read
- * @area: copy of its area
- * @sector: first sector of the bio, on the whole disk
- * @deadline_ns: the deadline
- * @awaited: a reader will wait for the bio (tmem_is_awaited())
- * @submit: called in a task to submit what is left of the bio, with the deadline, or with 0 if the
- *   disk has to read it
+/*
+ * Fills pages of a read from the host, and shortens the bio to the pages that the disk has to read.
+ * @area is a copy of its area, and @sector its first sector on the whole disk. @awaited is from
+ * tmem_is_awaited(). @submit is called in a task to submit what is left of the bio, with the
+ * deadline, or with 0 if the disk has to read it.
  *
- * Context: any; does not sleep.
- * Return: what the caller has to do with the bio.
+ * Returns what the caller has to do with the bio. Context: any; does not sleep.
  */
 enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector_t sector,
 			   u64 deadline_ns, bool awaited, tmem_submit_t *submit)
@@ -493,11 +464,7 @@ put:
 	return filled;
 }
 
-/**
- * tmem_fill_init() - make the work queue
- *
- * Return: 0 or -ENOMEM.
- */
+/* Makes the work queue. Returns 0 or -ENOMEM. */
 int tmem_fill_init(void)
 {
 	/* A reader may need the page to free memory, and may wait for it while tasks freeze. */
@@ -506,13 +473,10 @@ int tmem_fill_init(void)
 	return fill_wq ? 0 : -ENOMEM;
 }
 
-/**
- * tmem_fill_wait() - wait until no fill is in flight, after submit_bio() was released
- *
- * A fill ends at its deadline at the latest. The rest of its bio may still be at the disk. A disk
- * that takes no bio, because it is frozen, delays this function.
- *
- * Context: process, may sleep.
+/*
+ * Waits until no fill is in flight, after submit_bio() was released. A fill ends at its deadline at
+ * the latest. The rest of its bio may still be at the disk. A disk that takes no bio, because it is
+ * frozen, delays this function.
  */
 void tmem_fill_wait(void)
 {
@@ -522,9 +486,7 @@ void tmem_fill_wait(void)
 	flush_workqueue(fill_wq);
 }
 
-/**
- * tmem_fill_exit() - free the work queue
- */
+/* Frees the work queue. */
 void tmem_fill_exit(void)
 {
 	if (fill_wq)

@@ -74,12 +74,9 @@ unsigned int tmem_fs_fruitless;
 DEFINE_MUTEX(tmem_fs_switch_lock);	/* fs.h lists what this lock guards */
 struct delayed_work tmem_fs_discovery;
 
-/**
- * tmem_fs_find() - return the file system of a super block
- * @sb: its super block
- *
- * Context: any; the caller holds the RCU read lock for as long as it uses the result.
- * Return: the file system, or NULL if it is not served (yet).
+/*
+ * Returns the file system of a super block, or NULL if it is not served (yet). The caller holds the
+ * RCU read lock for as long as it uses the result. Context: any.
  */
 struct tmem_fs *tmem_fs_find(const struct super_block *sb)
 {
@@ -91,11 +88,9 @@ struct tmem_fs *tmem_fs_find(const struct super_block *sb)
 	return NULL;
 }
 
-/**
- * tmem_fs_get() - return the file system of a super block, for use across a sleep
- * @sb: its super block
- *
- * Return: NULL, or a file system that the caller releases with tmem_fs_put().
+/*
+ * Returns the file system of a super block, for use across a sleep, or NULL. The caller releases it
+ * with tmem_fs_put().
  */
 struct tmem_fs *tmem_fs_get(const struct super_block *sb)
 {
@@ -109,21 +104,14 @@ struct tmem_fs *tmem_fs_get(const struct super_block *sb)
 	return fs;
 }
 
-/**
- * tmem_fs_put() - release a file system
- * @fs: from tmem_fs_get()
- */
 void tmem_fs_put(struct tmem_fs *fs)
 {
 	tmem_users_end(&fs->cpu->users);
 }
 
-/**
- * tmem_fs_inode_secret() - check whether the host must not see an inode's pages
- * @inode: the inode
- *
- * Context: any.
- * Return: true for encrypted files, and for files whose pages are verified when they are read.
+/*
+ * Returns whether the host must not see an inode's pages: those of encrypted files, and of files
+ * whose pages are verified when they are read. Context: any.
  */
 bool tmem_fs_inode_secret(const struct inode *inode)
 {
@@ -136,12 +124,9 @@ static bool is_of_type(const struct super_block *sb, const struct tmem_fs_type *
 	return (sb->s_bdev || type->has_no_bdev) && !strcmp(sb->s_type->name, type->name);
 }
 
-/**
- * tmem_fs_serves() - check whether a super block is of a type that is served
- * @sb: the super block
- *
- * Context: any.
- * Return: true if the type is served, even if this super block is not.
+/*
+ * Returns whether the type of a super block is served, even if this super block is not. Context:
+ * any.
  */
 bool tmem_fs_serves(const struct super_block *sb)
 {
@@ -153,12 +138,9 @@ bool tmem_fs_serves(const struct super_block *sb)
 	return false;
 }
 
-/**
- * tmem_fs_note() - note that a file of an unknown file system was used
- * @sb: its super block
- *
- * Context: any.
- * Return: true if the discovery will examine the file system.
+/*
+ * Notes that a file of an unknown file system was used. Returns whether the discovery will examine
+ * the file system. Context: any.
  */
 bool tmem_fs_note(const struct super_block *sb)
 {
@@ -188,15 +170,10 @@ static void discover_soon(const struct tmem_fs_type *type)
 	mod_delayed_work(tmem_system_wq, &tmem_fs_discovery, 0);
 }
 
-/**
- * tmem_fs_flush() - drop the held pages of a file system
- * @fs: the file system
- *
- * When the function returns, no page is put or got any more, except by gets that have already
- * begun. The discovery work then empties the pool. It allows puts and gets again, unless a page was
- * wrong.
- *
- * Context: any but NMI.
+/*
+ * Drops the held pages of a file system. When the function returns, no page is put or got any more,
+ * except by gets that have already begun. The discovery work then empties the pool. It allows puts
+ * and gets again, unless a page was wrong. Context: any but NMI.
  */
 void tmem_fs_flush(struct tmem_fs *fs)
 {
@@ -207,11 +184,7 @@ void tmem_fs_flush(struct tmem_fs *fs)
 	discover_soon(fs->type);
 }
 
-/**
- * tmem_fs_flush_all() - drop the held pages of all file systems
- *
- * Context: any but NMI.
- */
+/* Drops the held pages of all file systems. Context: any but NMI. */
 void tmem_fs_flush_all(void)
 {
 	struct tmem_fs *fs;
@@ -231,12 +204,7 @@ static void set_live(struct tmem_fs *fs)
 		   !READ_ONCE(fs->flush) && !tmem_pool_is_wrong(fs->pool));
 }
 
-/**
- * tmem_fs_start() - allow puts and gets of a file system, if nothing forbids them
- * @fs: the file system, whose pool is empty
- *
- * Context: process, may sleep.
- */
+/* Allows puts and gets of a file system whose pool is empty, if nothing forbids them. Sleeps. */
 void tmem_fs_start(struct tmem_fs *fs)
 {
 	mutex_lock(&tmem_fs_switch_lock);
@@ -244,16 +212,13 @@ void tmem_fs_start(struct tmem_fs *fs)
 	mutex_unlock(&tmem_fs_switch_lock);
 }
 
-/**
- * tmem_fs_switch() - switch file systems off or on
- * @type: all mounts of this type, also future ones; or NULL
- * @only: if @type is NULL, this mount
- * @on: on or off; a mount is served if neither it nor its type is off
+/*
+ * Switches all mounts of @type off or on, also future ones; or, if it is NULL, the mount @only. A
+ * mount is served if neither it nor its type is off.
  *
  * Off: when the function returns, the pools are empty and no page is put or got, except by gets
- * whose request is in flight, which end by their deadline.
- *
- * Context: process, may sleep, but does not wait for s_umount or discovery_lock.
+ * whose request is in flight, which end by their deadline. It sleeps, but does not wait for
+ * s_umount or discovery_lock.
  */
 void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_fs *only, bool on)
 {
@@ -286,14 +251,9 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_fs *only, bool on)
 		tmem_pools_wait_emptied();
 }
 
-/**
- * tmem_fs_state() - print the state of a mount, with the reason if it is not cached
- * @fs: the mount
- * @buf: set to one line without its end
- * @bytes: size of @buf
- *
- * Context: any.
- * Return: number of characters.
+/*
+ * Prints one line without its end: the state of a mount, with the reason if it is not cached.
+ * Returns the number of characters. Context: any.
  */
 int tmem_fs_state(const struct tmem_fs *fs, char *buf, size_t bytes)
 {

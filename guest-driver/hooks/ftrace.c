@@ -86,11 +86,7 @@ static void notrace tmem_ftrace_func(unsigned long ip, unsigned long parent_ip,
 
 static struct ftrace_ops tmem_ftrace_ops;
 
-/**
- * tmem_targets_reset() - remove all targets
- *
- * The caller makes sure that no function is watched and no task is in the code of this module.
- */
+/* Removes all targets. No function is watched and no task is in the code of this module. */
 void tmem_targets_reset(void)
 {
 	nr_targets = 0;
@@ -158,10 +154,9 @@ int tmem_target_add(const struct tmem_target *target)
 	return err;
 }
 
-/**
- * tmem_targets_start() - begin to watch all functions added so far
- *
- * Return: 0; -EBUSY as in tmem_target_add(), or if tracing is switched off by sysctl.
+/*
+ * Begins to watch all functions added so far. Returns 0; or -EBUSY as in tmem_target_add(), or if
+ * tracing is switched off by sysctl.
  */
 int tmem_targets_start(void)
 {
@@ -177,13 +172,10 @@ int tmem_targets_start(void)
 	return 0;
 }
 
-/**
- * tmem_targets_stop() - stop watching all functions; tmem_targets_drain() then waits
- *
- * After ftrace_kill(), the kernel no longer changes call sites, so functions stay redirected.
- *
- * Return: true, or false if functions are still redirected to this module, which then must never be
- * freed.
+/*
+ * Stops watching all functions; tmem_targets_drain() then waits. After ftrace_kill(), the kernel no
+ * longer changes call sites, so functions stay redirected. Then it returns false, and this module
+ * must never be freed.
  */
 bool tmem_targets_stop(void)
 {
@@ -200,11 +192,10 @@ bool tmem_targets_stop(void)
 	return true;
 }
 
-/**
- * tmem_targets_drain() - wait until no task is in the code of this module
- *
- * Called after tmem_targets_stop(). The first synchronize_rcu_tasks() waits for tasks that were
- * redirected and have not entered yet, the second one for tasks that are leaving.
+/*
+ * Waits until no task is in the code of this module, after tmem_targets_stop(). The first
+ * synchronize_rcu_tasks() waits for tasks that were redirected and have not entered yet, the second
+ * one for tasks that are leaving.
  */
 void tmem_targets_drain(void)
 {

@@ -284,11 +284,6 @@ static ssize_t hooks_enabled_store(struct kobject *kobj, struct kobj_attribute *
 
 static struct kobj_attribute hooks_enabled_attribute = __ATTR_RW(hooks_enabled);
 
-/**
- * tmem_hooks_init() - bring the hooks up
- *
- * Return: 0, also when the cache stays off; -ENOMEM.
- */
 int tmem_hooks_init(void)
 {
 	int err;
@@ -330,9 +325,6 @@ static void never_return(void)
 		schedule_timeout_idle(MAX_SCHEDULE_TIMEOUT);
 }
 
-/**
- * tmem_hooks_exit() - release the hooks and remove all file systems
- */
 void tmem_hooks_exit(void)
 {
 	/* The removal of the file waits for a task that is taking or releasing the hooks. */

@@ -75,11 +75,9 @@ unlock:
 
 /* --- called by the kernel ------------------------------------------------------------------ */
 
-/**
- * tmem_hook_removed() - handle a folio that is about to leave the page cache
- * @folio: the folio, whose mapping, index and contents are valid
- *
- * Context: interrupts off, with the i_pages lock.
+/*
+ * Handles a folio that is about to leave the page cache. Its mapping, index and contents are valid,
+ * the i_pages lock is held, and interrupts are off.
  */
 void tmem_hook_removed(struct folio *folio)
 {
@@ -89,24 +87,16 @@ void tmem_hook_removed(struct folio *folio)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_hook_free() - handle folios whose last reference is gone, before they are freed
- * @folios: the folios
- *
- * Context: any but NMI; does not sleep.
+/*
+ * Handles folios whose last reference is gone, before they are freed. Context: any but NMI; does
+ * not sleep.
  */
 void tmem_hook_free(struct folio_batch *folios)
 {
 	hook_enter(TMEM_HOOK_FREE, ARGS(ARG(folios)));
 }
 
-/**
- * tmem_hook_dirty() - handle a folio that becomes dirty
- * @folio: the folio
- * @mapping: its mapping
- *
- * Context: interrupts off, with the i_pages lock.
- */
+/* Handles a folio that becomes dirty. The i_pages lock is held, and interrupts are off. */
 void tmem_hook_dirty(struct folio *folio, struct address_space *mapping)
 {
 	rcu_read_lock();
@@ -115,12 +105,10 @@ void tmem_hook_dirty(struct folio *folio, struct address_space *mapping)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_hook_submit_bio() - handle a bio that is being submitted
- * @bio: the bio, whose sectors count from the beginning of its partition
- *
- * Context: process; does not sleep.
- * Return: true if submit_bio() must return, because the driver has taken the bio.
+/*
+ * Handles a bio that is being submitted, whose sectors count from the beginning of its partition.
+ * Returns true if submit_bio() must return, because the driver has taken the bio. Context: process;
+ * does not sleep.
  */
 bool tmem_hook_submit_bio(struct bio *bio)
 {
@@ -134,10 +122,7 @@ bool tmem_hook_submit_bio(struct bio *bio)
 	return taken;
 }
 
-/**
- * tmem_hook_bio_queue() - handle a bio on its way to a disk
- * @bio: the bio
- */
+/* Handles a bio on its way to a disk. */
 void tmem_hook_bio_queue(struct bio *bio)
 {
 	rcu_read_lock();
@@ -146,12 +131,7 @@ void tmem_hook_bio_queue(struct bio *bio)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_hook_rq_issue() - handle a request that a disk begins to process
- * @rq: the request
- *
- * Context: any but NMI.
- */
+/* Handles a request that a disk begins to process. Context: any but NMI. */
 void tmem_hook_rq_issue(struct request *rq)
 {
 	rcu_read_lock();
@@ -160,19 +140,13 @@ void tmem_hook_rq_issue(struct request *rq)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_hook_drop_slab() - handle the entry of drop_slab()
- */
+/* Handles the entry of drop_slab(). */
 void tmem_hook_drop_slab(void)
 {
 	hook_enter(TMEM_HOOK_DROP_SLAB, ARGS(0));
 }
 
-/**
- * tmem_hook_reclaim() - handle a task that is about to evict up to some dozen folios
- *
- * Context: process, may sleep.
- */
+/* Handles a task that is about to evict up to some dozen folios, and may sleep. */
 void tmem_hook_reclaim(void)
 {
 	void (*wrap)(void);
@@ -184,32 +158,21 @@ void tmem_hook_reclaim(void)
 	tmem_leave();
 }
 
-/**
- * tmem_hook_migrate() - handle the entry of folio_migrate_flags()
- * @to: the new folio
- * @from: the old folio
- */
+/* Handles the entry of folio_migrate_flags(). */
 void tmem_hook_migrate(struct folio *to, struct folio *from)
 {
 	hook_enter(TMEM_HOOK_MIGRATE, ARGS(ARG(to), ARG(from)));
 }
 
 #if TMEM_HAS_RA_ORDER
-/**
- * tmem_hook_ra_order() - handle the entry of page_cache_ra_order()
- * @rac: the window
- * @ra: readahead state of the open file
- */
+/* Handles the entry of page_cache_ra_order(). */
 void tmem_hook_ra_order(struct readahead_control *rac, struct file_ra_state *ra)
 {
 	hook_enter(TMEM_HOOK_READAHEAD, ARGS(ARG(rac), ARG(ra)));
 }
 #endif
 
-/**
- * tmem_hook_mounted() - handle a file system that was just mounted
- * @sb: its super block, s_umount held for writing
- */
+/* Handles a file system that was just mounted, with s_umount held for writing. */
 void tmem_hook_mounted(struct super_block *sb)
 {
 	/*
@@ -222,10 +185,7 @@ void tmem_hook_mounted(struct super_block *sb)
 	tmem_leave();
 }
 
-/**
- * tmem_hook_generic_shutdown_super() - run generic_shutdown_super() with its hook
- * @sb: the super block
- */
+/* Runs generic_shutdown_super() with its hook. */
 void tmem_hook_generic_shutdown_super(struct super_block *sb)
 {
 	void (*wrap)(struct super_block *sb);
@@ -239,15 +199,7 @@ void tmem_hook_generic_shutdown_super(struct super_block *sb)
 	tmem_leave();
 }
 
-/**
- * tmem_hook_generic_fadvise() - run generic_fadvise() with its hook
- * @file: the file
- * @offset: first byte
- * @len: number of bytes
- * @advice: POSIX_FADV_...
- *
- * Return: 0 or an error.
- */
+/* Runs generic_fadvise() with its hook. */
 int tmem_hook_generic_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
 {
 	int (*wrap)(struct file *file, loff_t offset, loff_t len, int advice);
@@ -263,23 +215,16 @@ int tmem_hook_generic_fadvise(struct file *file, loff_t offset, loff_t len, int 
 
 /* --- called by the driver ------------------------------------------------------------------ */
 
-/**
- * tmem_targets_reset() - remove all targets
- *
- * The caller makes sure that no function is watched.
- */
+/* Removes all targets. No function is watched. */
 void tmem_targets_reset(void)
 {
 	nr_targets = 0;
 }
 
-/**
- * tmem_target_add() - watch a function
- * @target: function and actions; copied
- *
- * Context: process, one call at a time, before tmem_targets_start() or after it.
- *
- * Return: 0; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the hook has a target.
+/*
+ * Watches a function; @target is copied. Context: process, one call at a time, before
+ * tmem_targets_start() or after it. Returns 0; -ENOSPC if there are TMEM_TARGETS_MAX targets;
+ * -EEXIST if the hook has a target.
  */
 int tmem_target_add(const struct tmem_target *target)
 {
@@ -295,11 +240,7 @@ int tmem_target_add(const struct tmem_target *target)
 	return 0;
 }
 
-/**
- * tmem_targets_start() - begin to watch all functions added so far
- *
- * Return: 0.
- */
+/* Begins to watch all functions added so far. Returns 0. */
 int tmem_targets_start(void)
 {
 	unsigned int i;
@@ -311,11 +252,7 @@ int tmem_targets_start(void)
 	return 0;
 }
 
-/**
- * tmem_targets_stop() - stop watching all functions; tmem_targets_drain() then waits
- *
- * Return: true.
- */
+/* Stops watching all functions; tmem_targets_drain() then waits. Returns true. */
 bool tmem_targets_stop(void)
 {
 	if (targets_on)
@@ -324,11 +261,10 @@ bool tmem_targets_stop(void)
 	return true;
 }
 
-/**
- * tmem_targets_drain() - wait until no task is inside a hook
- *
- * Called after tmem_targets_stop(). A task checks whether the hooks are on and counts itself in one
- * RCU section. So after a grace period, the count includes all tasks that found the hooks on.
+/*
+ * Waits until no task is inside a hook, after tmem_targets_stop(). A task checks whether the hooks
+ * are on and counts itself in one RCU section. So after a grace period, the count includes all
+ * tasks that found the hooks on.
  */
 void tmem_targets_drain(void)
 {
@@ -336,11 +272,7 @@ void tmem_targets_drain(void)
 	tmem_users_wait(&tmem_nr_inside);
 }
 
-/**
- * tmem_probes_register() - begin to call the driver's probe functions (put.c, bio.c)
- *
- * Return: 0.
- */
+/* Begins to call the driver's probe functions (put.c, bio.c). Returns 0. */
 int tmem_probes_register(void)
 {
 	WRITE_ONCE(probes_on, true);
@@ -348,9 +280,7 @@ int tmem_probes_register(void)
 	return 0;
 }
 
-/**
- * tmem_probes_unregister() - stop calling the driver's probe functions and wait until none runs
- */
+/* Stops calling the driver's probe functions, and waits until none runs. */
 void tmem_probes_unregister(void)
 {
 	if (probes_on)

@@ -123,13 +123,10 @@ static const struct kobj_type mount_ktype = {
 	.default_groups = mount_groups,
 };
 
-/**
- * tmem_mount_add() - make a mount's directory
- * @fs: the mount; its other fields are set
- * @dev: number of its device
- *
- * Return: 0 or an error. The caller then does not serve the mount, because an operator could not
- * switch it off. It calls tmem_mount_remove() after an error, too.
+/*
+ * Makes the directory of a mount whose other fields are set. Returns 0 or an error. The caller then
+ * does not serve the mount, because an operator could not switch it off. It calls
+ * tmem_mount_remove() after an error, too.
  */
 int tmem_mount_add(struct tmem_fs *fs, dev_t dev)
 {
@@ -138,12 +135,7 @@ int tmem_mount_add(struct tmem_fs *fs, dev_t dev)
 					 MINOR(dev));
 }
 
-/**
- * tmem_mount_remove() - remove a mount's directory
- * @fs: the mount
- *
- * The function waits for tasks that are reading or writing one of its files.
- */
+/* Removes a mount's directory, and waits for tasks that are reading or writing one of its files. */
 void tmem_mount_remove(struct tmem_fs *fs)
 {
 	/*
@@ -182,11 +174,7 @@ static ssize_t type_enabled_store(struct kobject *kobj, struct kobj_attribute *a
 static struct kobj_attribute type_enabled_attribute =
 	__ATTR(enabled, 0644, type_enabled_show, type_enabled_store);
 
-/**
- * tmem_mounts_init() - make the sysfs directories mounts/ and fs/, and one for each type
- *
- * Return: 0 or -ENOMEM.
- */
+/* Makes the sysfs directories mounts/ and fs/, and one for each type. Returns 0 or -ENOMEM. */
 int tmem_mounts_init(void)
 {
 	struct tmem_fs_type *type;
@@ -207,9 +195,7 @@ nomem:
 	return -ENOMEM;
 }
 
-/**
- * tmem_mounts_stop() - remove the sysfs directory fs/ and its directory of each type
- */
+/* Removes the sysfs directory fs/ and its directory of each type. */
 void tmem_mounts_stop(void)
 {
 	struct tmem_fs_type *type;
@@ -222,9 +208,7 @@ void tmem_mounts_stop(void)
 	types_kobj = NULL;
 }
 
-/**
- * tmem_mounts_exit() - remove the directory of mounts, after all mounts were removed
- */
+/* Removes the directory of mounts, after all mounts were removed. */
 void tmem_mounts_exit(void)
 {
 	kobject_put(mounts_kobj);

@@ -147,13 +147,10 @@ out:
 	rcu_read_unlock();
 }
 
-/**
- * tmem_folio_freed() - put the marked pages of a folio that is being freed
- * @folio: the folio, to which nobody has a reference
- * @most: number of pages that may be put; the others are counted as dropped
- *
- * Context: process, maybe with locks or with interrupts off; does not sleep.
- * Return: number of pages that may still be put, of @most.
+/*
+ * Puts the marked pages of a folio that is being freed, to which nobody has a reference: up to
+ * @most; the others are counted as dropped. Returns how many of @most are left. Context: process,
+ * maybe with locks or with interrupts off; does not sleep.
  */
 unsigned int tmem_folio_freed(struct folio *folio, unsigned int most)
 {
@@ -187,11 +184,8 @@ unsigned int tmem_folio_freed(struct folio *folio, unsigned int most)
 	return most;
 }
 
-/**
- * tmem_probe_removed() - decide whether the pages of a folio may be put when it is freed
- * @data: unused
- * @folio: the folio, which leaves the page cache
- *
+/*
+ * Decides whether the pages of a folio that leaves the page cache may be put when it is freed.
  * Context: interrupts off, with the i_pages lock.
  */
 void tmem_probe_removed(void *data, struct folio *folio)
@@ -221,13 +215,8 @@ void tmem_probe_removed(void *data, struct folio *folio)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_probe_dirty() - void the records of a folio that becomes dirty
- * @data: unused
- * @folio: the folio
- * @mapping: its mapping
- *
- * Context: interrupts off, with the i_pages lock.
+/*
+ * Voids the records of a folio that becomes dirty. Context: interrupts off, with the i_pages lock.
  */
 void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping)
 {

@@ -248,12 +248,9 @@ static bool is_dirty(struct page *page)
 	return folio_test_dirty(page_folio(page)) && !TMEM_WITHOUT(DIRTY);
 }
 
-/**
- * tmem_record_read() - begin a read of a block
- * @block: the block
- *
- * Context: any but NMI, like all functions of this file except init and exit.
- * Return: sequence number for tmem_record_fill(), or 0 if the read is not recorded.
+/*
+ * Begins a read of a block. Returns a number for tmem_record_fill(), or 0 if the read is not
+ * recorded. Context: any but NMI, like all functions of this file except init and exit.
  */
 u32 tmem_record_read(u32 block)
 {
@@ -269,13 +266,10 @@ u32 tmem_record_read(u32 block)
 	return seq;
 }
 
-/**
- * tmem_record_write() - begin a write of a whole block, and erase its record
- * @block: the block
- * @page: the page, which is under writeback
- *
- * Return: sequence number for tmem_record_flush(), or 0 if the write is not recorded, for example
- * because the page became dirty again.
+/*
+ * Begins a write of a whole block from a page under writeback, and erases its record. Returns a
+ * number for tmem_record_flush(), or 0 if the write is not recorded, for example because the page
+ * became dirty again.
  */
 u32 tmem_record_write(u32 block, struct page *page)
 {
@@ -300,13 +294,9 @@ u32 tmem_record_write(u32 block, struct page *page)
 	return !hint || is_dirty(page) ? 0 : seq;
 }
 
-/**
- * tmem_record_fill() - record a read that has ended without error
- * @block: the block
- * @seq: from tmem_record_read()
- * @page: the page that was read, which nobody else can write to
- *
- * Return: false if the host would have returned other bytes.
+/*
+ * Records a read that has ended without error, to a page that nobody else can write to. @seq is
+ * from tmem_record_read(). Returns false if the host would have returned other bytes.
  */
 bool tmem_record_fill(u32 block, u32 seq, const struct page *page)
 {
@@ -344,12 +334,9 @@ out:
 	return same;
 }
 
-/**
- * tmem_record_flush() - record a write that has ended without error
- * @block: the block
- * @seq: from tmem_record_write(), not 0
- * @check: check of the page before the device could read it
- * @page: the page that was written, under writeback
+/*
+ * Records a write that has ended without error, from a page under writeback. @seq is from
+ * tmem_record_write(), and not 0. @check is the check of the page before the device could read it.
  */
 void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 {
@@ -394,12 +381,9 @@ static void erase_block(u32 block)
 	unlock_set(set, flags);
 }
 
-/**
- * tmem_record_long_write() - begin a write whose blocks tmem_record_write_range() does not count
- * @first: first block
- * @last: last block, not 0
- *
- * Return: number for tmem_record_long_end().
+/*
+ * Begins a write of blocks that tmem_record_write_range() does not count. @last is not 0. Returns a
+ * number for tmem_record_long_end().
  */
 unsigned int tmem_record_long_write(u32 first, u32 last)
 {
@@ -418,10 +402,7 @@ unsigned int tmem_record_long_write(u32 first, u32 last)
 	return i;
 }
 
-/**
- * tmem_record_long_end() - end a long write, after its blocks were erased
- * @nr: from tmem_record_long_write()
- */
+/* Ends a long write, after its blocks were erased. */
 void tmem_record_long_end(unsigned int nr)
 {
 	smp_mb__before_atomic();	/* pairs with is_written() */
@@ -432,12 +413,7 @@ void tmem_record_long_end(unsigned int nr)
 	atomic_dec(&long_writes);
 }
 
-/**
- * tmem_record_write_range() - begin or end a write of blocks that are not recorded, and erase them
- * @first: first block
- * @nr: number of blocks
- * @begins: the write begins; otherwise it ends
- */
+/* Begins or ends a write of blocks that are not recorded, and erases them. */
 void tmem_record_write_range(u32 first, u32 nr, bool begins)
 {
 	u32 block;
@@ -473,12 +449,9 @@ static void erase_in_sets(unsigned long i, u32 first, u32 nr)
 	rcu_read_unlock();
 }
 
-/**
- * tmem_record_erase() - erase the records of a range of blocks
- * @first: first block
- * @nr: number of blocks, at most U32_MAX - @first
- *
- * A range with more blocks than the table has sets is found by a walk over the table.
+/*
+ * Erases the records of a range of at most U32_MAX - @first blocks. A range with more blocks than
+ * the table has sets is found by a walk over the table.
  */
 void tmem_record_erase(u32 first, u32 nr)
 {
@@ -497,12 +470,9 @@ void tmem_record_erase(u32 first, u32 nr)
 			erase_in_sets(i, first, nr);
 }
 
-/**
- * tmem_record_get() - begin a get of a block
- * @block: the block
- *
- * Return: sequence number for tmem_record_got(), or 0 if there must be no get, for example because
- * a write may be in flight.
+/*
+ * Begins a get of a block. Returns a number for tmem_record_got(), or 0 if there must be no get,
+ * for example because a write may be in flight.
  */
 u32 tmem_record_get(u32 block)
 {
@@ -519,15 +489,11 @@ u32 tmem_record_get(u32 block)
 	return seq;
 }
 
-/**
- * tmem_record_got() - record the bytes that a get has returned
- * @block: the block
- * @seq: from tmem_record_get()
- * @page: the page, which nobody else can write to
- * @check: its check of 64 bits
- * @verify: the disk will read the block, to compare it with these bytes
+/*
+ * Records the bytes that a get has returned, in a page that nobody else can write to. @seq is from
+ * tmem_record_get(). @verify: the disk will read the block, to compare it with these bytes.
  *
- * Return: false if a write of the block may have begun since. The bytes must not be used then.
+ * Returns false if a write of the block may have begun since. The bytes must not be used then.
  */
 bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool verify)
 {
@@ -555,17 +521,12 @@ out:
 	return same;
 }
 
-/**
- * tmem_record_compare() - compare an evicted page with the record of a block
- * @block: the block
- * @evicted: the page, which tmem_evicted_read() has read
- * @put: called if the bytes are equal, with the block and @arg
- * @arg: argument of @put
+/*
+ * Compares an evicted page, which tmem_evicted_read() has read, with the record of a block. If the
+ * bytes are equal, calls @put. The record stays true while @put runs: a write of the block begins
+ * after it. The record is then deleted, because the page has left the page cache.
  *
- * The record stays true while @put runs: a write of the block begins after it. The record is then
- * deleted, because the page has left the page cache.
- *
- * Return: the result, which is counted, too.
+ * Returns the result, which is counted, too.
  */
 enum tmem_verdict tmem_record_compare(u32 block, const struct tmem_evicted *evicted,
 				      void (*put)(u32 block, void *arg), void *arg)
@@ -599,10 +560,7 @@ out:
 	return verdict;
 }
 
-/**
- * tmem_record_dirty() - void the records of the last writes of a folio that becomes dirty
- * @folio: the folio, whose dirty flag is set
- */
+/* Voids the records of the last writes of a folio whose dirty flag was just set. */
 void tmem_record_dirty(struct folio *folio)
 {
 	unsigned long i, nr = folio_nr_pages(folio), flags;
@@ -641,12 +599,9 @@ static void mark(const struct tables *t, unsigned long pfn, unsigned long nr)
 	}
 }
 
-/**
- * tmem_record_leave() - note that a folio leaves the page cache
- * @folio: the folio
- * @may_put: its pages may be put when they are freed; otherwise they lose their hints
- *
- * Return: number of pages that had a hint.
+/*
+ * Notes that a folio leaves the page cache. @may_put: its pages may be put when they are freed;
+ * otherwise they lose their hints. Returns the number of pages that had a hint.
  */
 unsigned long tmem_record_leave(struct folio *folio, bool may_put)
 {
@@ -672,12 +627,7 @@ out:
 	return hints;
 }
 
-/**
- * tmem_record_may_put() - find out whether a page that is being freed may be put
- * @page: the page
- *
- * Return: true if it may.
- */
+/* Returns whether a page that is being freed may be put. */
 bool tmem_record_may_put(const struct page *page)
 {
 	unsigned long pfn = page_to_pfn(page);
@@ -691,12 +641,9 @@ bool tmem_record_may_put(const struct page *page)
 	return may_put;
 }
 
-/**
- * tmem_record_free() - return the block of a page that is being freed
- * @page: the page, which loses its hint
- *
- * Context: any but NMI; the caller holds the RCU read lock until it has put the page.
- * Return: the block of its hint, or 0 if the page may not be put.
+/*
+ * Returns the block of the hint of a page that is being freed, or 0 if the page may not be put. The
+ * page loses its hint. The caller holds the RCU read lock until it has put the page.
  */
 u32 tmem_record_free(const struct page *page)
 {
@@ -711,13 +658,9 @@ u32 tmem_record_free(const struct page *page)
 	return block;
 }
 
-/**
- * tmem_record_forbid() - put no page that has left the page cache so far
- *
- * The caller has made sure that further pages of a file are not marked. When the function returns,
- * puts that had begun have ended.
- *
- * Context: process, sleeps.
+/*
+ * Puts no page that has left the page cache so far. The caller has made sure that further pages of
+ * a file are not marked. When the function returns, puts that had begun have ended. Sleeps.
  */
 void tmem_record_forbid(void)
 {
@@ -740,11 +683,7 @@ void tmem_record_forbid(void)
 	synchronize_rcu_expedited();
 }
 
-/**
- * tmem_record_move() - move the hints of a folio that page migration moves to other page frames
- * @to: the new folio
- * @from: the old folio, of the same size
- */
+/* Moves the hints of a folio that page migration moves to another folio of the same size. */
 void tmem_record_move(struct folio *to, struct folio *from)
 {
 	unsigned long i, nr = folio_nr_pages(from);
@@ -811,14 +750,13 @@ static struct tables *tables_new(void)
 	return t;
 }
 
-/**
- * tmem_records_follow_ram() - replace the tables if RAM has another size
- * @renew: makes sure that transfers are not recorded, and their bytes not used, that began before
+/*
+ * Replaces the tables if RAM has another size. All records are lost: pages that are in the page
+ * cache now are put only after another transfer. So RAM must have had the same size at the last
+ * call. Without memory the old tables stay.
  *
- * All records are lost: pages that are in the page cache now are put only after another transfer.
- * So RAM must have had the same size at the last call. Without memory the old tables stay.
- *
- * Context: process, sleeps. One call at a time, and none with init or exit.
+ * @renew makes sure that transfers that began before are not recorded, and their bytes not used.
+ * Sleeps. One call at a time, and none with init or exit.
  */
 void tmem_records_follow_ram(void (*renew)(void))
 {
@@ -856,14 +794,12 @@ void tmem_records_follow_ram(void (*renew)(void))
 	TMEM_TEST_COUNT(replaced);
 }
 
-/**
- * tmem_records_init() - make the tables of records and hints
+/*
+ * Makes the tables of records and hints. Returns 0 or -ENOMEM.
  *
  * The tables take 18 to 37 bytes for each page of RAM, depending on how far the sizes are rounded
  * up to a power of two, and 33 bits for each page frame number. The counters of writes take up to 1
  * byte for each page of RAM.
- *
- * Return: 0 or -ENOMEM.
  */
 int tmem_records_init(void)
 {
@@ -876,9 +812,7 @@ int tmem_records_init(void)
 	return -ENOMEM;
 }
 
-/**
- * tmem_records_exit() - free the tables, when no hook uses them any more
- */
+/* Frees the tables, when no hook uses them any more. */
 void tmem_records_exit(void)
 {
 	tables_free(rcu_dereference_protected(tables, true));

@@ -327,15 +327,10 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
 	return true;
 }
 
-/**
- * tmem_refuse() - check whether there is a reason not to serve a mount
- * @sb: its super block, s_umount held
- * @bdev: its block device
- * @why: set to the reason
- * @why_bytes: size of @why
- *
- * Context: process, may sleep, does no I/O. One call at a time.
- * Return: true if there is a reason that no parameter of the module overrides.
+/*
+ * Returns whether there is a reason not to serve a mount that no parameter of the module overrides,
+ * and sets @why to it. The caller holds s_umount. It may sleep, and does no I/O. One call at a
+ * time.
  */
 bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *why,
 		 size_t why_bytes)

@@ -124,10 +124,9 @@ static const char *selftest_mapping(struct inode *inode)
 	return NULL;
 }
 
-/**
- * tmem_selftest_run() - run the test, after all hooks of mm were registered
- *
- * Return: NULL or a sentence that names the hook that does not work.
+/*
+ * Runs the test, after all hooks of mm were registered. Returns NULL or a sentence that names the
+ * hook that does not work.
  */
 const char *tmem_selftest_run(void)
 {

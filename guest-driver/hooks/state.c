@@ -24,31 +24,22 @@ bool tmem_hooks_on;
 static u64 live;		/* bits of enum tmem_hook */
 static char off_reason[256];	/* first reason since the hooks were last taken; empty if none */
 
-/**
- * tmem_hooks_report() - pass the state of the hooks on to the core
- */
+/* Passes the state of the hooks on to the core. */
 void tmem_hooks_report(void)
 {
 	tmem_core_set_hooks(live, *off_reason ? off_reason : NULL);
 }
 
-/**
- * tmem_hooks_set() - record that a hook is live
- * @hook: the hook
- *
- * Context: process, one call at a time.
- */
+/* Records that a hook is live. Context: process, one call at a time. */
 void tmem_hooks_set(enum tmem_hook hook)
 {
 	live |= BIT_ULL(hook);
 	tmem_hooks_report();
 }
 
-/**
- * tmem_hooks_off() - keep the cache off, with a reason
- * @fmt: the reason; the first one is kept until the hooks are taken again
- *
- * Context: process, one call at a time.
+/*
+ * Keeps the cache off. The first reason is kept until the hooks are taken again. Context: process,
+ * one call at a time.
  */
 void tmem_hooks_off(const char *fmt, ...)
 {
@@ -63,18 +54,13 @@ void tmem_hooks_off(const char *fmt, ...)
 	tmem_hooks_report();
 }
 
-/**
- * tmem_hooks_none() - record that no hook is live, and keep the reason why the cache is off
- */
+/* Records that no hook is live, and keeps the reason why the cache is off. */
 void tmem_hooks_none(void)
 {
 	live = 0;
 }
 
-/**
- * tmem_hooks_retry() - clear the reason why the cache is off, because the hooks are about to be
- * taken
- */
+/* Clears the reason why the cache is off, because the hooks are about to be taken. */
 void tmem_hooks_retry(void)
 {
 	*off_reason = '\0';
@@ -92,18 +78,13 @@ static long sum(const long __percpu *users)
 	return all;
 }
 
-/**
- * tmem_users_wait() - wait until all sections have ended
- * @users: the counts. No section can begin any more, and the caller sees the counts of all sections
- *   that have begun.
- *
- * From then on the counts only become smaller. So a sum of 0 means that all sections have ended,
- * although the CPUs are read one after the other.
+/*
+ * Waits until all sections have ended. No section can begin any more, and the caller sees the
+ * counts of all sections that have begun. From then on the counts only become smaller. So a sum of
+ * 0 means that all sections have ended, although the CPUs are read one after the other.
  *
  * The function reads the counts once per tick. Waking it would need a cache line that all tasks
  * share when they end a section. The function rarely has to wait.
- *
- * Context: process, may sleep.
  */
 void tmem_users_wait(const long __percpu *users)
 {
@@ -120,10 +101,7 @@ struct address_space *tmem_selftest_mapping;
 
 struct tmem_seen tmem_seen;
 
-/**
- * tmem_selftest_saw_removed() - record that the removal tracepoint fired for the test's mapping
- * @folio: folio that the tracepoint passed
- */
+/* Records that the removal tracepoint fired for the test's mapping. */
 void tmem_selftest_saw_removed(const struct folio *folio)
 {
 	if (folio->index >= TMEM_SELFTEST_PAGES || tmem_selftest_blind(TMEM_HOOK_REMOVED))
@@ -136,20 +114,14 @@ void tmem_selftest_saw_removed(const struct folio *folio)
 	}
 }
 
-/**
- * tmem_selftest_saw_freed() - record that a folio which left the test's mapping is being freed
- * @folio: folio that the hook found
- */
+/* Records that a folio which left the test's mapping is being freed. */
 void tmem_selftest_saw_freed(const struct folio *folio)
 {
 	if (folio == READ_ONCE(tmem_seen.evicted) && !tmem_selftest_blind(TMEM_HOOK_FREE))
 		atomic_inc(&tmem_seen.freed);
 }
 
-/**
- * tmem_selftest_saw_dirty() - record that the dirty tracepoint fired for the test's mapping
- * @folio: folio that the tracepoint passed
- */
+/* Records that the dirty tracepoint fired for the test's mapping. */
 void tmem_selftest_saw_dirty(const struct folio *folio)
 {
 	if (tmem_selftest_blind(TMEM_HOOK_DIRTY))
@@ -158,10 +130,7 @@ void tmem_selftest_saw_dirty(const struct folio *folio)
 	atomic_inc(&tmem_seen.dirty);
 }
 
-/**
- * tmem_selftest_saw_call() - record that a watched function was entered during the test
- * @hook: hook of the function
- */
+/* Records that a watched function was entered during the test. */
 void tmem_selftest_saw_call(enum tmem_hook hook)
 {
 	if (!tmem_selftest_blind(hook))

@@ -32,11 +32,7 @@ static void probe_match(struct tracepoint *tp, void *data)
 			probes[i].tp = tp;
 }
 
-/**
- * tmem_probes_register() - register the probes of the tracepoints
- *
- * Return: 0 or an error, which tmem_hooks_off() has reported.
- */
+/* Registers the probes. Returns 0 or an error, which tmem_hooks_off() has reported. */
 int tmem_probes_register(void)
 {
 	unsigned int i;
@@ -62,9 +58,7 @@ int tmem_probes_register(void)
 	return 0;
 }
 
-/**
- * tmem_probes_unregister() - unregister the probes and wait until none runs
- */
+/* Unregisters the probes and waits until none runs. */
 void tmem_probes_unregister(void)
 {
 	unsigned int i;

@@ -66,13 +66,9 @@ module_param_cb(verify_every, &verify_every_ops, &verify_every, 0644);
 MODULE_PARM_DESC(verify_every,
 		 "compare each n-th read that the host serves with the disk (0: none; -1: the first 1000 pages of each file system, then each 1024th read, or each 64th on an untested kernel release)");
 
-/**
- * tmem_verify_due() - count the hits of a read, and decide whether they are in the sample
- * @fs: its file system
- * @pages: number of hits
- *
- * Context: any but NMI.
- * Return: true if the hits are to be compared.
+/*
+ * Counts the hits of a read, and returns whether they are to be compared with the disk. Context:
+ * any but NMI.
  */
 bool tmem_verify_due(struct tmem_fs *fs, unsigned int pages)
 {
@@ -95,13 +91,9 @@ bool tmem_verify_due(struct tmem_fs *fs, unsigned int pages)
 	return !(this_cpu_inc_return(fs->cpu->reads) % every);
 }
 
-/**
- * tmem_verify_untested() - compare more hits because the kernel release was not tested
- * @release: the release, for "state"
- *
- * If the operator set verify_every, that value is used.
- *
- * Context: process, before there are hits.
+/*
+ * Compares more hits because the kernel release was not tested. If the operator set verify_every,
+ * that value is used. Context: process, before there are hits.
  */
 void tmem_verify_untested(const char *release)
 {
