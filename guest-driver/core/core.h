@@ -156,18 +156,6 @@
 
 static_assert(BIT_ULL(TMEM_OBJECT_BITS) - 1 <= TMEM_INDEX_MAX);
 
-struct tmem_admit;
-struct tmem_ask;
-struct tmem_dev;
-struct tmem_fetch;
-struct tmem_flush_batch;
-struct tmem_flush_range;
-struct tmem_put_batch;
-struct tmem_queue;
-struct tmem_ref;
-struct tmem_ref_batch;
-struct tmem_slot;
-
 enum tmem_req_kind {
 	TMEM_REQ_PUT, TMEM_REQ_FLUSH, TMEM_REQ_REF, TMEM_REQ_GET, TMEM_REQ_CONTROL,
 	TMEM_REQ_GENERATION

@@ -162,7 +162,10 @@ TMEM_STAT(blocks_written)
 TMEM_STAT(blocks_raced)
 TMEM_STAT(blocks_nomem)
 TMEM_STAT(blocks_unseen)
-/* Evicted pages by the result of the comparison, in the order of enum tmem_verdict. */
+/*
+ * Evicted pages by the result of the comparison with the record of their block: equal bytes, other
+ * bytes than the last transfer, or no record.
+ */
 TMEM_STAT(blocks_puts_equal)
 TMEM_STAT(blocks_puts_other)
 TMEM_STAT(blocks_puts_none)

@@ -35,13 +35,6 @@
 
 /* --- records.c ----------------------------------------------------------------------------- */
 
-/* Result of the comparison of an evicted page with the record of its block. */
-enum tmem_verdict {
-	TMEM_VERDICT_EQUAL,
-	TMEM_VERDICT_OTHER,	/* other bytes than the last transfer */
-	TMEM_VERDICT_NONE,	/* no hint, or no record of the block */
-};
-
 int tmem_records_init(void);
 void tmem_records_exit(void);
 u32 tmem_record_read(u32 block);
@@ -54,8 +47,8 @@ unsigned int tmem_record_long_write(u32 first, u32 last);
 void tmem_record_long_end(unsigned int nr);
 u32 tmem_record_get(u32 block);
 bool tmem_record_got(u32 block, u32 seq, struct page *page, u64 check, bool verify);
-enum tmem_verdict tmem_record_compare(u32 block, const struct tmem_evicted *evicted,
-				      void (*put)(u32 block, void *arg), void *arg);
+bool tmem_record_compare(u32 block, const struct tmem_evicted *evicted,
+			 void (*put)(u32 block, void *arg), void *arg);
 void tmem_record_dirty(struct folio *folio);
 unsigned long tmem_record_leave(struct folio *folio, bool may_put);
 bool tmem_record_may_put(const struct page *page);

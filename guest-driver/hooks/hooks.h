@@ -213,7 +213,6 @@ bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *
 
 void tmem_probe_removed(void *data, struct folio *folio);
 void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping);
-unsigned int tmem_folio_freed(struct folio *folio, unsigned int most);
 
 /* --- tracepoints.c, or intree.c ------------------------------------------------------------ */
 

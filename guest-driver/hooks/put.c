@@ -7,12 +7,22 @@
  * A put has two steps, because it copies a page, and a folio may have 512 of them:
  * - When a folio leaves the page cache, its mapping is valid, but the i_pages lock is held and
  *   interrupts are off. The probe only decides whether the pages may be put, and marks them.
- * - When the kernel frees the folio (free.c), interrupts are on, and nobody has a reference or a
- *   TLB entry any more. The driver puts the marked pages.
+ * - When the kernel frees the folio, nobody has a reference or a TLB entry any more, and interrupts
+ *   are on. The driver puts the marked pages.
+ *
+ * The driver hooks the functions that free folios whose last reference is gone. Reclaim frees a
+ * batch of folios after it has flushed the TLB entries of their pages, and drop_caches when it
+ * drops its references. The page allocator has not touched the contents and the flags of a folio
+ * yet. Before Linux 6.9, large folios are freed one by one, with another function.
+ *
+ * A task may look at a page that it has found by its frame number, and so hold the last reference
+ * to it for a moment. Then the page is freed elsewhere, and is not put. Pages that an interrupt
+ * frees are not put either, because the interrupted task may use the processor's scratch page.
  *
  * Coherence does not depend on the first step: if the copy of any page has the bytes of a record
  * that is true now, the put is right.
  */
+#include <linux/hugetlb.h>
 #include <linux/mm.h>
 #include <linux/page-flags.h>
 #include <linux/pagemap.h>
@@ -28,6 +38,13 @@
  * go beyond the end of a page.
  */
 #define PREFETCH_BYTES	512
+
+/*
+ * Maximum number of pages that one call puts, because nothing else but interrupts may run on the
+ * processor meanwhile: a put takes half a microsecond. A batch has up to 31 folios, and those of a
+ * stream have 32 pages at most (readahead.c).
+ */
+#define FREE_PAGES_MAX	1024
 
 static bool folio_ok(struct folio *folio)
 {
@@ -132,8 +149,7 @@ static void put_marked(struct page *page, bool workingset)
 	/* The copy is in the scratch page of this processor, which interrupts do not use. */
 	preempt_disable();
 	if (tmem_evicted_read(&put.evicted))
-		equal = tmem_record_compare(block, &put.evicted, put_block, &put) ==
-			TMEM_VERDICT_EQUAL;
+		equal = tmem_record_compare(block, &put.evicted, put_block, &put);
 	preempt_enable();
 	if (!equal)
 		tmem_count(put.evicted.error ? TMEM_STAT_puts_dropped_memory_error :
@@ -152,7 +168,7 @@ out:
  * @most; the others are counted as dropped. Returns how many of @most are left. Context: process,
  * maybe with locks or with interrupts off; does not sleep.
  */
-unsigned int tmem_folio_freed(struct folio *folio, unsigned int most)
+static unsigned int folio_freed(struct folio *folio, unsigned int most)
 {
 	unsigned int i, nr = folio_nr_pages(folio);
 	struct page *page;
@@ -183,6 +199,50 @@ unsigned int tmem_folio_freed(struct folio *folio, unsigned int most)
 	}
 	return most;
 }
+
+#if TMEM_FREES_BATCHES
+
+static void entry_free(struct tmem_args *args)
+{
+	const struct folio_batch *batch = (void *)tmem_arg(args, 0);
+	unsigned int i, most = FREE_PAGES_MAX;
+
+	for (i = 0; in_task() && i < batch->nr; i++)
+		most = folio_freed(batch->folios[i], most);
+}
+
+#else
+
+static void entry_free_list(struct tmem_args *args)
+{
+	struct list_head *list = (void *)tmem_arg(args, 0);
+	unsigned int most = FREE_PAGES_MAX;
+	struct page *page;
+
+	if (in_task())
+		list_for_each_entry(page, list, lru)
+			most = folio_freed(page_folio(page), most);
+}
+
+static void entry_free_large(struct tmem_args *args)
+{
+	struct folio *folio = (void *)tmem_arg(args, 0);
+
+	if (in_task() && !folio_test_hugetlb(folio))
+		folio_freed(folio, FREE_PAGES_MAX);
+}
+
+#endif
+
+const struct tmem_target tmem_free_targets[] = {
+#if TMEM_FREES_BATCHES
+	{ .name = "free_unref_folios", .hook = TMEM_HOOK_FREE, .entry = entry_free },
+#else
+	{ .name = "free_unref_page_list", .hook = TMEM_HOOK_FREE, .entry = entry_free_list },
+	{ .name = "destroy_large_folio", .hook = TMEM_HOOK_FREE, .entry = entry_free_large },
+#endif
+	{}
+};
 
 /*
  * Decides whether the pages of a folio that leaves the page cache may be put when it is freed.

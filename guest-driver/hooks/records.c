@@ -526,12 +526,12 @@ out:
  * bytes are equal, calls @put. The record stays true while @put runs: a write of the block begins
  * after it. The record is then deleted, because the page has left the page cache.
  *
- * Returns the result, which is counted, too.
+ * Returns whether they are equal, and counts the result.
  */
-enum tmem_verdict tmem_record_compare(u32 block, const struct tmem_evicted *evicted,
-				      void (*put)(u32 block, void *arg), void *arg)
+bool tmem_record_compare(u32 block, const struct tmem_evicted *evicted,
+			 void (*put)(u32 block, void *arg), void *arg)
 {
-	enum tmem_verdict verdict = TMEM_VERDICT_NONE;
+	enum tmem_stat result = TMEM_STAT_blocks_puts_none;
 	struct record_set *set;
 	struct record *record;
 	unsigned long flags;
@@ -546,9 +546,9 @@ enum tmem_verdict tmem_record_compare(u32 block, const struct tmem_evicted *evic
 	 */
 	if (record && record->state != RECORD_NONE &&
 	    (!is_written(block) || TMEM_WITHOUT(IN_FLIGHT))) {
-		verdict = record->check == evicted->checks.check64 || TMEM_WITHOUT(EQUAL) ?
-			  TMEM_VERDICT_EQUAL : TMEM_VERDICT_OTHER;
-		if (verdict == TMEM_VERDICT_EQUAL) {
+		result = record->check == evicted->checks.check64 || TMEM_WITHOUT(EQUAL) ?
+			 TMEM_STAT_blocks_puts_equal : TMEM_STAT_blocks_puts_other;
+		if (result == TMEM_STAT_blocks_puts_equal) {
 			put(block, arg);
 			/* Leave the place to the record of a page that is still cached. */
 			record->block = 0;
@@ -556,8 +556,8 @@ enum tmem_verdict tmem_record_compare(u32 block, const struct tmem_evicted *evic
 	}
 	unlock_set(set, flags);
 out:
-	tmem_count(TMEM_STAT_blocks_puts_equal + verdict);
-	return verdict;
+	tmem_count(result);
+	return result == TMEM_STAT_blocks_puts_equal;
 }
 
 /* Voids the records of the last writes of a folio whose dirty flag was just set. */

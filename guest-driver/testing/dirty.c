@@ -39,7 +39,7 @@ static char try(struct page *page, int when)
 	void *bytes = kmap_local_page(page);
 	u64 check = tmem_check64_page(&tmem_keys, bytes);
 	struct tmem_evicted evicted = { .page = page };
-	enum tmem_verdict verdict = TMEM_VERDICT_NONE;
+	bool equal = false;
 	u32 seq;
 
 	kunmap_local(bytes);
@@ -61,11 +61,11 @@ static char try(struct page *page, int when)
 	rcu_read_lock();
 	preempt_disable();
 	if (tmem_evicted_read(&evicted))
-		verdict = tmem_record_compare(tmem_record_free(page), &evicted, put, NULL);
+		equal = tmem_record_compare(tmem_record_free(page), &evicted, put, NULL);
 	preempt_enable();
 	rcu_read_unlock();
 	tmem_record_erase(BLOCK, 1);
-	return verdict == TMEM_VERDICT_EQUAL ? 'p' : '-';
+	return equal ? 'p' : '-';
 }
 
 static int run_dirty(const char *val, const struct kernel_param *kp)

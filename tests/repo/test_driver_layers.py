@@ -43,7 +43,7 @@ hooks/fill
 hooks/bio
 hooks/fadvise hooks/selftest
 hooks/put
-hooks/tracepoints hooks/free
+hooks/tracepoints
 hooks/discover
 hooks/vfs hooks/reclaim hooks/migrate hooks/readahead
 hooks/init
