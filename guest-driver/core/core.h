@@ -10,10 +10,10 @@
  *	send.c: queue->send_lock	ring next and tail, requests of puts and flushes
  *	  bucket->lock		index.c: all index state of the objects that hash there
  *	    detached_lock		objects whose memory is freed later
- *	    queue->ring_lock		ring head, blocks of the queue, flushes, REFs
- *	      dev->block_lock		free blocks of slots
+ *	    queue->ring_lock		ring head, groups of the queue, flushes, REFs
+ *	      dev->group_lock		free groups of slots
  *	  queue->vq_lock		the virtqueue; state of requests that are the device's
- *	    dev->get_lock		free get requests and bounce blocks
+ *	    dev->get_lock		free get requests and bounce groups
  *	      stats.c: state_lock	state for sysfs; also taken alone
  *	dev->fetch_lock		fetches in flight; no lock is taken inside
  * control_vq_lock, window_lock, the lock of the index's limit (budget.c) and the locks of admit.c
@@ -23,8 +23,8 @@
  * locks below it.
  *
  * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock guards
- * the objects of one bucket. send_lock, ring_lock and vq_lock guard one queue. block_lock is taken
- * once for TMEM_BLOCK_PAGES pages, and get_lock once for each request.
+ * the objects of one bucket. send_lock, ring_lock and vq_lock guard one queue. group_lock is taken
+ * once for TMEM_GROUP_PAGES pages, and get_lock once for each request.
  * tests/repo/test_hot_paths.py lists all writes to shared memory.
  */
 #ifndef _TMEM_CORE_H
@@ -78,25 +78,25 @@
  * runs, it frees at least the pages between the low and the high watermark: 113 pages in a guest of
  * 256 MiB and 2,815 in one of 1 GiB (measured with Linux 6.12), about 4,224 from 4 to 16 GiB. It
  * frees more while readers allocate, so the limit is about twice the largest of these numbers. A
- * larger ring would only delay the effect of a slow host. Block numbers, which are u16, also limit
+ * larger ring would only delay the effect of a slow host. Group numbers, which are u16, also limit
  * the number.
  */
 #define TMEM_RING_SLOTS_MAX	8192
 /*
- * Minimum number of slots: one block for each possible request queue, and a spare block that any
+ * Minimum number of slots: one group for each possible request queue, and a spare group that any
  * queue can take.
  */
-#define TMEM_RING_SLOTS_MIN	((VIRTIO_TMEM_REQUEST_QUEUES_MAX + 1) * TMEM_BLOCK_PAGES)
+#define TMEM_RING_SLOTS_MIN	((VIRTIO_TMEM_REQUEST_QUEUES_MAX + 1) * TMEM_GROUP_PAGES)
 #define TMEM_BOUNCE_PAGES_MAX	1024
 #define TMEM_BOUNCE_PAGES_MIN	64
 
 /*
- * Ring and bounce memory is allocated in blocks, of the largest order that the kernel does not
- * treat as costly.
+ * Ring and bounce memory is allocated in groups of pages, of the largest order that the kernel does
+ * not treat as costly.
  */
-#define TMEM_BLOCK_ORDER	3
-#define TMEM_BLOCK_PAGES	8
-#define TMEM_BATCH_BLOCKS	(VIRTIO_TMEM_BATCH_MAX / TMEM_BLOCK_PAGES)
+#define TMEM_GROUP_ORDER	3
+#define TMEM_GROUP_PAGES	8
+#define TMEM_BATCH_GROUPS	(VIRTIO_TMEM_BATCH_MAX / TMEM_GROUP_PAGES)
 
 /*
  * Maximum number of put batches of a queue that are at the host. kswapd evicts some hundred
@@ -215,10 +215,10 @@ struct tmem_get_req {
 	/* number of the first page, counted from the start of the fetch */
 	unsigned int first;
 	unsigned int count;
-	unsigned int nr_blocks;
+	unsigned int nr_groups;
 	u64 answered_ns;		/* time at which the driver saw the answer */
 	u64 retain;			/* pages that the device may retain, one bit each */
-	void *block[TMEM_BATCH_BLOCKS];
+	void *group[TMEM_BATCH_GROUPS];
 	u64 entry[VIRTIO_TMEM_BATCH_MAX];
 	struct {
 		struct virtio_tmem_req hdr;
@@ -273,8 +273,8 @@ struct tmem_queue {
 	spinlock_t ring_lock ____cacheline_aligned_in_smp;
 	u64 head;			/* next sequence number to reserve */
 	u64 seq_start;			/* sequence number whose cookie offset is queue->nr */
-	unsigned int owned;		/* blocks from tail to head; guarded by dev->block_lock */
-	/* numbers of the queue's blocks, by sequence number / TMEM_BLOCK_PAGES */
+	unsigned int owned;		/* groups from tail to head; guarded by dev->group_lock */
+	/* numbers of the queue's groups, by sequence number / TMEM_GROUP_PAGES */
 	u16 *map;
 	unsigned int nr_flush;
 	struct tmem_flush_range *pending;
@@ -332,17 +332,17 @@ struct tmem_dev {
 	struct completion unused;	/* completed when the last reference is released */
 
 	/* Slots and data of the put rings, which all queues share. */
-	unsigned int nr_blocks;
+	unsigned int nr_groups;
 	struct tmem_slot *slot;
-	void **block;
+	void **group;
 	/*
 	 * A page for each processor, into which tmem_evicted_read() copies an evicted page. Used
 	 * with preemption off, and not in interrupts.
 	 */
 	void __percpu *scratch;
 	/* Guards free, first_free and nr_free. */
-	spinlock_t block_lock ____cacheline_aligned_in_smp;
-	u16 *free;			/* ring of free blocks, oldest first */
+	spinlock_t group_lock ____cacheline_aligned_in_smp;
+	u16 *free;			/* ring of free groups, oldest first */
 	unsigned int first_free;
 	unsigned int nr_free;
 
@@ -365,11 +365,11 @@ struct tmem_dev {
 	struct tmem_get_req **get_req;
 	struct list_head get_free;
 	unsigned int nr_get_free;
-	void **bounce;			/* all blocks of bounce pages */
+	void **bounce;			/* all groups of bounce pages */
 	unsigned int nr_bounce;
-	void **bounce_free;		/* stack of the free blocks in bounce */
+	void **bounce_free;		/* stack of the free groups in bounce */
 	unsigned int nr_bounce_free;
-	/* number of blocks of abandoned get requests, which the host may still write to */
+	/* number of groups of abandoned get requests, which the host may still write to */
 	unsigned int nr_kept;
 	/* fetches in a row that missed the deadline; written under get_lock */
 	unsigned int late_row;

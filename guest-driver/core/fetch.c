@@ -32,7 +32,7 @@
 /* Set from the preparation of a suspend or hibernation to its end: no fetch begins. */
 static bool paused;
 
-static struct tmem_get_sent *end_of(struct tmem_fetch *fetch)
+static struct tmem_fetch_sent *end_of(struct tmem_fetch *fetch)
 {
 	return fetch->sent + fetch->nr_sent;
 }
@@ -74,14 +74,14 @@ static void fetch_forget(struct tmem_dev *dev, struct tmem_fetch *fetch)
 
 /*
  * Returns whether there seem to be bounce pages for the first requests of a fetch, which are for 64
- * pages at most. A window that lies in two units of the index needs two requests.
+ * pages at most. A window that lies in two leaves of the index needs two requests.
  */
 static bool has_room(const struct tmem_fetch *fetch)
 {
 	unsigned int nr = min(fetch->nr, 64U);
 
 	if (fetch->index % 64 + nr > 64)
-		nr += TMEM_BLOCK_PAGES;	/* each request may leave a part of a block unused */
+		nr += TMEM_GROUP_PAGES;	/* each request may leave a part of a group unused */
 	return tmem_bounce_fits(fetch->dev, nr, fetch->ahead);
 }
 
@@ -147,7 +147,7 @@ static void miss_from(struct tmem_fetch *fetch, unsigned int first, enum tmem_st
  */
 static void give_up(struct tmem_fetch *fetch)
 {
-	struct tmem_get_sent *sent;
+	struct tmem_fetch_sent *sent;
 
 	for (sent = fetch->sent; sent < end_of(fetch); sent++) {
 		tmem_send_drain(sent->queue);
@@ -255,7 +255,7 @@ static bool fetch_request(struct tmem_fetch *fetch)
 			no_room(fetch, from);
 			break;
 		}
-		tmem_get_unit(fetch, from, to);
+		tmem_fetch_leaf(fetch, from, to);
 		/* All pages were in the put ring, or had left the index. */
 		if (fetch->spare)
 			tmem_bounce_free(dev, fetch->spare);
@@ -349,7 +349,7 @@ static bool is_waited_for(const struct tmem_fetch *fetch)
 static void fetch_end(struct tmem_fetch *fetch)
 {
 	struct tmem_dev *dev = fetch->dev;
-	struct tmem_get_sent *sent;
+	struct tmem_fetch_sent *sent;
 	u64 end_ns = fetch->sent_ns, at_ns;
 
 	for (sent = fetch->sent; sent < end_of(fetch); sent++) {
@@ -360,9 +360,9 @@ static void fetch_end(struct tmem_fetch *fetch)
 		if (fetch->awaited)
 			tmem_get_count_wait(at_ns - min(at_ns, fetch->begin_ns));
 		if (sent->get)
-			tmem_get_take(fetch, sent);
+			tmem_fetch_take(fetch, sent);
 		else
-			tmem_get_lost(fetch, sent);
+			tmem_fetch_lost(fetch, sent);
 	}
 	if (fetch->nr_sent) {
 		tmem_count(fetch->late ? TMEM_STAT_fetches_late : TMEM_STAT_fetches_answered);

@@ -27,7 +27,7 @@
 #define TMEM_FETCH_PAGES_MAX	128
 
 /* A request in flight of a get. */
-struct tmem_get_sent {
+struct tmem_fetch_sent {
 	/* NULL if the request was abandoned: it belongs to the device, and so do its fields */
 	struct tmem_get_req *get;
 	struct tmem_queue *queue;
@@ -65,7 +65,7 @@ struct tmem_fetch {
 	unsigned int lost;		/* pages that the host reported as missing */
 	struct tmem_get_req *spare;	/* reserved request, or NULL */
 	unsigned int nr_sent;
-	struct tmem_get_sent sent[TMEM_GET_BURST];
+	struct tmem_fetch_sent sent[TMEM_GET_BURST];
 	u64 sent_ns;
 	u64 begin_ns;			/* before a wait for bounce pages */
 	/*
@@ -91,10 +91,10 @@ int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generati
 bool tmem_get_abandon(struct tmem_get_req *get);
 bool tmem_get_wait(struct tmem_get_req *get, u64 deadline_ns);
 void tmem_get_count_wait(u64 waited_ns);
-void tmem_get_miss(struct tmem_fetch *fetch, unsigned int i, enum tmem_stat why);
-void tmem_get_unit(struct tmem_fetch *fetch, unsigned int from, unsigned int to);
-void tmem_get_take(struct tmem_fetch *fetch, struct tmem_get_sent *sent);
-void tmem_get_lost(struct tmem_fetch *fetch, struct tmem_get_sent *sent);
+void tmem_fetch_miss(struct tmem_fetch *fetch, unsigned int i, enum tmem_stat why);
+void tmem_fetch_leaf(struct tmem_fetch *fetch, unsigned int from, unsigned int to);
+void tmem_fetch_take(struct tmem_fetch *fetch, struct tmem_fetch_sent *sent);
+void tmem_fetch_lost(struct tmem_fetch *fetch, struct tmem_fetch_sent *sent);
 
 /* implemented in breaker.c */
 void tmem_breaker_note(struct tmem_dev *dev, bool late, bool awaited, u64 begin_ns, u64 sent_ns,

@@ -175,7 +175,7 @@ static u64 answered_slots(struct tmem_dev *dev)
 
 static u64 all_slots(struct tmem_dev *dev)
 {
-	return (u64)dev->nr_blocks * TMEM_BLOCK_PAGES;
+	return (u64)dev->nr_groups * TMEM_GROUP_PAGES;
 }
 
 /* Lets tasks wait at once when the ring fills up. The fields of the device are 0. */

@@ -71,7 +71,7 @@ bool tmem_get_abandon(struct tmem_get_req *get)
 	if (!done) {
 		get->req.state = TMEM_REQ_ABANDONED;
 		spin_lock(&dev->get_lock);
-		WRITE_ONCE(dev->nr_kept, dev->nr_kept + get->nr_blocks);
+		WRITE_ONCE(dev->nr_kept, dev->nr_kept + get->nr_groups);
 		spin_unlock(&dev->get_lock);
 	}
 	spin_unlock_irqrestore(&queue->vq_lock, flags);
@@ -79,12 +79,12 @@ bool tmem_get_abandon(struct tmem_get_req *get)
 }
 
 /*
- * Sends a get request. The caller has filled in count, block, entry, and out except for out.hdr.
+ * Sends a get request. The caller has filled in count, group, entry, and out except for out.hdr.
  * Returns 0 or an error of the virtqueue. Context: process or softirq.
  */
 int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool)
 {
-	struct scatterlist out, in[1 + TMEM_BATCH_BLOCKS], *sgs[] = { &out, in };
+	struct scatterlist out, in[1 + TMEM_BATCH_GROUPS], *sgs[] = { &out, in };
 	unsigned int count = get->count, i, pages;
 	struct tmem_queue *queue = get->queue;
 	bool notify = false;
@@ -100,11 +100,11 @@ int tmem_get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generati
 	memset(&get->in, VIRTIO_TMEM_S_UNANSWERED, sizeof(get->in));
 	get->req.room_bytes = offsetof(typeof(get->in), page[count]) + count * PAGE_SIZE;
 	sg_init_one(&out, &get->out, offsetof(typeof(get->out), cookie[count]));
-	sg_init_table(in, 1 + get->nr_blocks);
+	sg_init_table(in, 1 + get->nr_groups);
 	sg_set_buf(&in[0], &get->in, offsetof(typeof(get->in), page[count]));
-	for (i = 0; i < get->nr_blocks; i++) {
-		pages = min(count - i * TMEM_BLOCK_PAGES, (unsigned int)TMEM_BLOCK_PAGES);
-		sg_set_buf(&in[1 + i], get->block[i], pages * PAGE_SIZE);
+	for (i = 0; i < get->nr_groups; i++) {
+		pages = min(count - i * TMEM_GROUP_PAGES, (unsigned int)TMEM_GROUP_PAGES);
+		sg_set_buf(&in[1 + i], get->group[i], pages * PAGE_SIZE);
 	}
 
 	spin_lock_irq(&queue->vq_lock);
@@ -144,7 +144,7 @@ void tmem_get_count_wait(u64 waited_ns)
 /* --- pages --------------------------------------------------------------------------------- */
 
 /* Counts page @i of a fetch as a miss. */
-void tmem_get_miss(struct tmem_fetch *fetch, unsigned int i, enum tmem_stat why)
+void tmem_fetch_miss(struct tmem_fetch *fetch, unsigned int i, enum tmem_stat why)
 {
 	__clear_bit(i, fetch->want);
 	tmem_count(why);
@@ -180,7 +180,7 @@ static bool check_page(struct tmem_fetch *fetch, unsigned int i, u64 entry)
 		tmem_admit_back(fetch->dev, fetch->pages[i]);
 		return true;
 	}
-	tmem_get_miss(fetch, i, TMEM_STAT_misses_check);
+	tmem_fetch_miss(fetch, i, TMEM_STAT_misses_check);
 	tmem_poison("content check", tmem_key_block(&fetch->key, fetch->index + i));
 	return false;
 }
@@ -210,12 +210,12 @@ static bool take_page(struct tmem_fetch *fetch, struct tmem_get_req *get, unsign
 	    READ_ONCE(get->in.page[nr].cookie) != get->out.cookie[nr])
 		goto no;
 	data = kmap_local_page(fetch->pages[i]);
-	copy_page(data, get->block[nr / TMEM_BLOCK_PAGES] + nr % TMEM_BLOCK_PAGES * PAGE_SIZE);
+	copy_page(data, get->group[nr / TMEM_GROUP_PAGES] + nr % TMEM_GROUP_PAGES * PAGE_SIZE);
 	kunmap_local(data);
 	return check_page(fetch, i, get->entry[nr]) &&
 	       READ_ONCE(get->in.page[nr].flags) & VIRTIO_TMEM_GET_RETAINED;
 no:
-	tmem_get_miss(fetch, i, why);
+	tmem_fetch_miss(fetch, i, why);
 	return false;
 }
 
@@ -223,7 +223,7 @@ no:
  * Checks the answer to a request, and copies the pages that it brought. The request is free
  * afterwards. Context: any but NMI and hard interrupts.
  */
-void tmem_get_take(struct tmem_fetch *fetch, struct tmem_get_sent *sent)
+void tmem_fetch_take(struct tmem_fetch *fetch, struct tmem_fetch_sent *sent)
 {
 	u8 status = VIRTIO_TMEM_S_UNANSWERED;
 	struct tmem_get_req *get = sent->get;
@@ -249,12 +249,12 @@ void tmem_get_take(struct tmem_fetch *fetch, struct tmem_get_sent *sent)
  * Counts the pages of a request that was not answered before the deadline, and belongs to the
  * device. Context: any but NMI.
  */
-void tmem_get_lost(struct tmem_fetch *fetch, struct tmem_get_sent *sent)
+void tmem_fetch_lost(struct tmem_fetch *fetch, struct tmem_fetch_sent *sent)
 {
 	unsigned int nr;
 
 	for (nr = 0; nr < sent->count; nr++)
-		tmem_get_miss(fetch, sent->first + nr, TMEM_STAT_misses_late);
+		tmem_fetch_miss(fetch, sent->first + nr, TMEM_STAT_misses_late);
 	if (fetch->dev->retain)
 		forget(fetch, sent->object, sent->first, GENMASK_ULL(sent->count - 1, 0));
 	tmem_count(TMEM_STAT_late);
@@ -312,7 +312,7 @@ static void request_pages(struct tmem_fetch *fetch, struct tmem_queue *queue,
 		tmem_bounce_free(dev, get);
 		goto no;
 	}
-	fetch->sent[fetch->nr_sent++] = (struct tmem_get_sent){
+	fetch->sent[fetch->nr_sent++] = (struct tmem_fetch_sent){
 		.get = get,
 		.queue = queue,
 		.object = where->object,
@@ -322,7 +322,7 @@ static void request_pages(struct tmem_fetch *fetch, struct tmem_queue *queue,
 	return;
 no:
 	for (nr = 0; nr < count; nr++)
-		tmem_get_miss(fetch, first + nr, why);
+		tmem_fetch_miss(fetch, first + nr, why);
 	forget(fetch, where->object, first, retain);
 }
 
@@ -334,10 +334,10 @@ static u64 part_of(u64 mask, unsigned int first, unsigned int count)
 
 /*
  * Takes the entries of pages @from to @to - 1 of a fetch out of the index, and copies or requests
- * the pages. All pages are in one 64-page unit of the index. Context: any but NMI and hard
+ * the pages. All pages are in one leaf of the index. Context: any but NMI and hard
  * interrupts.
  */
-void tmem_get_unit(struct tmem_fetch *fetch, unsigned int from, unsigned int to)
+void tmem_fetch_leaf(struct tmem_fetch *fetch, unsigned int from, unsigned int to)
 {
 	unsigned int nr = to - from, i, run = 0;
 	u64 entry[VIRTIO_TMEM_BATCH_MAX], keep = 0;
@@ -367,7 +367,7 @@ void tmem_get_unit(struct tmem_fetch *fetch, unsigned int from, unsigned int to)
 		if (!(want & BIT(i))) {
 			entry[i] = 0;
 		} else if (!entry[i]) {
-			tmem_get_miss(fetch, from + i, TMEM_STAT_misses_index);
+			tmem_fetch_miss(fetch, from + i, TMEM_STAT_misses_index);
 		} else {
 			data = kmap_local_page(fetch->pages[from + i]);
 			there = tmem_ring_copy(fetch->dev, queue, entry[i], data);

@@ -8,10 +8,10 @@
  * evicted pages without the host.
  *
  * Reclaim often evicts neighbouring pages together, and neighbours go to one queue. Therefore the
- * queues share the slots, in blocks of TMEM_BLOCK_PAGES. A queue takes a block when it has filled
- * the last one, and returns it when all its slots are free. queue->map has the blocks of a queue,
- * by sequence number. The map keeps the number of a returned block. A get checks the cookie,
- * because the block may have been taken again.
+ * queues share the slots, in groups of TMEM_GROUP_PAGES. A queue takes a group when it has filled
+ * the last one, and returns it when all its slots are free. queue->map has the groups of a queue,
+ * by sequence number. The map keeps the number of a returned group. A get checks the cookie,
+ * because the group may have been taken again.
  *
  * The states of a slot are: reserved (FILLING, cookie 0), copied, entered into the index, READY
  * with its cookie, sent in a batch, answered (FREE). The tail moves over free slots in order. A put
@@ -36,48 +36,48 @@
 #include "wake.h"
 
 /*
- * If there are several queues, a queue may take another block while it has fewer than this many
- * times the number of free blocks. One queue can so have at most 8/9 of all blocks. If the host
- * does not serve a queue, the other queues still have blocks.
+ * If there are several queues, a queue may take another group while it has fewer than this many
+ * times the number of free groups. One queue can so have at most 8/9 of all groups. If the host
+ * does not serve a queue, the other queues still have groups.
  */
 #define SHARE_OF_FREE	8
 /*
- * Takes a free block of the put ring's memory and maps it to the ring positions of @queue from
- * queue->head on. Returns false if the queue may not have another block.
+ * Takes a free group of the put ring's memory and maps it to the ring positions of @queue from
+ * queue->head on. Returns false if the queue may not have another group.
  */
-static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
+static bool take_group(struct tmem_dev *dev, struct tmem_queue *queue)
 {
 	bool taken = false;
 
 	lockdep_assert_held(&queue->ring_lock);
-	spin_lock(&dev->block_lock);
+	spin_lock(&dev->group_lock);
 	if (dev->nr_free &&
 	    (dev->nr_queues == 1 || queue->owned < SHARE_OF_FREE * dev->nr_free)) {
-		WRITE_ONCE(queue->map[queue->head / TMEM_BLOCK_PAGES % dev->nr_blocks],
+		WRITE_ONCE(queue->map[queue->head / TMEM_GROUP_PAGES % dev->nr_groups],
 			   dev->free[dev->first_free]);
-		dev->first_free = (dev->first_free + 1) % dev->nr_blocks;
+		dev->first_free = (dev->first_free + 1) % dev->nr_groups;
 		dev->nr_free--;
 		queue->owned++;
 		taken = true;
 	}
-	spin_unlock(&dev->block_lock);
+	spin_unlock(&dev->group_lock);
 	return taken;
 }
 
 /*
- * Returns to the free list the block of @queue that ends before sequence number @seq, whose slots
- * are all free. Queues take the oldest free block first, so that gets find the pages in free blocks
+ * Returns to the free list the group of @queue that ends before sequence number @seq, whose slots
+ * are all free. Queues take the oldest free group first, so that gets find the pages in free groups
  * as long as possible.
  */
-static void return_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
+static void return_group(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
 {
 	lockdep_assert_held(&queue->ring_lock);
-	spin_lock(&dev->block_lock);
-	dev->free[(dev->first_free + dev->nr_free) % dev->nr_blocks] =
-		queue->map[(seq / TMEM_BLOCK_PAGES - 1) % dev->nr_blocks];
+	spin_lock(&dev->group_lock);
+	dev->free[(dev->first_free + dev->nr_free) % dev->nr_groups] =
+		queue->map[(seq / TMEM_GROUP_PAGES - 1) % dev->nr_groups];
 	dev->nr_free++;
 	queue->owned--;
-	spin_unlock(&dev->block_lock);
+	spin_unlock(&dev->group_lock);
 }
 
 /* --- put ----------------------------------------------------------------------------------- */
@@ -98,7 +98,7 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 	if (offset > TMEM_SEQ_MASK) {
 		*why = TMEM_STAT_puts_dropped_cookies;
 	} else if (TMEM_INJECT(ring_full) ||
-		   (!(queue->head % TMEM_BLOCK_PAGES) && !take_block(dev, queue))) {
+		   (!(queue->head % TMEM_GROUP_PAGES) && !take_group(dev, queue))) {
 		*why = TMEM_STAT_puts_dropped_ring_full;
 	} else {
 		place = place_of(queue, queue->head);
@@ -332,8 +332,8 @@ void tmem_ring_free(struct tmem_queue *queue)
 	spin_lock(&queue->ring_lock);
 	while (queue->tail != tail) {
 		WRITE_ONCE(queue->tail, queue->tail + 1);
-		if (!(queue->tail % TMEM_BLOCK_PAGES))
-			return_block(queue->dev, queue, queue->tail);
+		if (!(queue->tail % TMEM_GROUP_PAGES))
+			return_group(queue->dev, queue, queue->tail);
 	}
 	spin_unlock(&queue->ring_lock);
 	if (wq_has_sleeper(&queue->dev->pace_wait))
@@ -353,7 +353,7 @@ void tmem_ring_renew(struct tmem_queue *queue)
 }
 
 /*
- * Allocates the slots that all queues share, whose number is a multiple of TMEM_BLOCK_PAGES, and
+ * Allocates the slots that all queues share, whose number is a multiple of TMEM_GROUP_PAGES, and
  * the scratch pages, and adds their size to dev->memory_bytes. Returns 0, or -ENOMEM; the caller
  * then calls tmem_slots_exit(), too.
  */
@@ -361,31 +361,31 @@ int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 {
 	unsigned int i;
 
-	spin_lock_init(&dev->block_lock);
-	dev->nr_blocks = nr_slots / TMEM_BLOCK_PAGES;
+	spin_lock_init(&dev->group_lock);
+	dev->nr_groups = nr_slots / TMEM_GROUP_PAGES;
 	dev->slot = kvcalloc(nr_slots, sizeof(*dev->slot), GFP_KERNEL);
-	dev->block = kcalloc(dev->nr_blocks, sizeof(*dev->block), GFP_KERNEL);
-	dev->free = kcalloc(dev->nr_blocks, sizeof(*dev->free), GFP_KERNEL);
-	if (!dev->slot || !dev->block || !dev->free)
+	dev->group = kcalloc(dev->nr_groups, sizeof(*dev->group), GFP_KERNEL);
+	dev->free = kcalloc(dev->nr_groups, sizeof(*dev->free), GFP_KERNEL);
+	if (!dev->slot || !dev->group || !dev->free)
 		return -ENOMEM;
-	for (i = 0; i < dev->nr_blocks; i++) {
-		dev->block[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_BLOCK_ORDER);
-		if (!dev->block[i])
+	for (i = 0; i < dev->nr_groups; i++) {
+		dev->group[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_GROUP_ORDER);
+		if (!dev->group[i])
 			return -ENOMEM;
 		/*
 		 * Write all pages once, so that the host backs them with memory before the first
 		 * burst.
 		 */
-		memset(dev->block[i], 0, TMEM_BLOCK_PAGES * PAGE_SIZE);
+		memset(dev->group[i], 0, TMEM_GROUP_PAGES * PAGE_SIZE);
 		dev->free[i] = i;
 	}
-	dev->nr_free = dev->nr_blocks;
+	dev->nr_free = dev->nr_groups;
 	dev->scratch = __alloc_percpu(PAGE_SIZE, SMP_CACHE_BYTES);
 	if (!dev->scratch)
 		return -ENOMEM;
 	dev->memory_bytes += num_possible_cpus() * PAGE_SIZE;
 	dev->memory_bytes += nr_slots * (PAGE_SIZE + sizeof(*dev->slot)) +
-			     dev->nr_blocks * (sizeof(*dev->block) + sizeof(*dev->free));
+			     dev->nr_groups * (sizeof(*dev->group) + sizeof(*dev->free));
 	return 0;
 }
 
@@ -394,11 +394,11 @@ void tmem_slots_exit(struct tmem_dev *dev)
 {
 	unsigned int i;
 
-	for (i = 0; dev->block && i < dev->nr_blocks; i++)
-		free_pages((unsigned long)dev->block[i], TMEM_BLOCK_ORDER);
+	for (i = 0; dev->group && i < dev->nr_groups; i++)
+		free_pages((unsigned long)dev->group[i], TMEM_GROUP_ORDER);
 	free_percpu(dev->scratch);
 	kfree(dev->free);
-	kfree(dev->block);
+	kfree(dev->group);
 	kvfree(dev->slot);
 }
 
@@ -408,12 +408,12 @@ void tmem_slots_exit(struct tmem_dev *dev)
  */
 int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {
-	queue->map = kcalloc(dev->nr_blocks, sizeof(*queue->map), GFP_KERNEL);
+	queue->map = kcalloc(dev->nr_groups, sizeof(*queue->map), GFP_KERNEL);
 	queue->pending = kvcalloc(TMEM_FLUSH_PENDING, sizeof(*queue->pending), GFP_KERNEL);
 	if (!queue->map || !queue->pending)
 		return -ENOMEM;
 	tmem_ring_renew(queue);
-	dev->memory_bytes += dev->nr_blocks * sizeof(*queue->map) +
+	dev->memory_bytes += dev->nr_groups * sizeof(*queue->map) +
 			     TMEM_FLUSH_PENDING * sizeof(*queue->pending);
 	return 0;
 }

@@ -20,10 +20,10 @@
 #include "wake.h"
 
 /*
- * Maximum number of blocks with the pages of one batch of puts. It is one more than a batch fills,
- * because a batch may start within a block.
+ * Maximum number of groups with the pages of one batch of puts. It is one more than a batch fills,
+ * because a batch may start within a group.
  */
-#define BATCH_SGS	(TMEM_BATCH_BLOCKS + 1)
+#define BATCH_SGS	(TMEM_BATCH_GROUPS + 1)
 
 /* State of one call of send_turn(), which handles at most TMEM_SEND_BATCHES batches. */
 struct turn {
@@ -376,7 +376,7 @@ static bool send_puts(struct tmem_queue *queue, struct turn *turn, bool due)
 			.cookie = cpu_to_le64(slot->base + slot->offset),
 			.flags = cpu_to_le32(slot->flags),
 		};
-		if (!i || !((batch->first + i) % TMEM_BLOCK_PAGES))
+		if (!i || !((batch->first + i) % TMEM_GROUP_PAGES))
 			sg_set_buf(&out[++nr], data_of(queue, batch->first + i), PAGE_SIZE);
 		else
 			out[nr].length += PAGE_SIZE;

@@ -12,7 +12,7 @@
 
 /*
  * States of a slot. Slot i describes a page of the put ring, whose data are in page i of the
- * blocks.
+ * groups.
  */
 enum tmem_slot_state { TMEM_SLOT_FREE, TMEM_SLOT_FILLING, TMEM_SLOT_READY, TMEM_SLOT_SKIP };
 
@@ -96,14 +96,14 @@ void tmem_ring_free(struct tmem_queue *queue);
  */
 static inline unsigned int place_of(struct tmem_queue *queue, u64 seq)
 {
-	unsigned int block = READ_ONCE(queue->map[seq / TMEM_BLOCK_PAGES % queue->dev->nr_blocks]);
+	unsigned int group = READ_ONCE(queue->map[seq / TMEM_GROUP_PAGES % queue->dev->nr_groups]);
 
-	return block * TMEM_BLOCK_PAGES + seq % TMEM_BLOCK_PAGES;
+	return group * TMEM_GROUP_PAGES + seq % TMEM_GROUP_PAGES;
 }
 
 static inline void *data_at(struct tmem_dev *dev, unsigned int place)
 {
-	return dev->block[place / TMEM_BLOCK_PAGES] + place % TMEM_BLOCK_PAGES * PAGE_SIZE;
+	return dev->group[place / TMEM_GROUP_PAGES] + place % TMEM_GROUP_PAGES * PAGE_SIZE;
 }
 
 static inline struct tmem_slot *slot_of(struct tmem_queue *queue, u64 seq)

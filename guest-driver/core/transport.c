@@ -177,9 +177,9 @@ static int alloc_memory(struct tmem_dev *dev)
 	if (!err)
 		err = tmem_admit_init(dev);
 	if (!err)
-		err = tmem_bounce_init(dev, rounddown(bounce, TMEM_BLOCK_PAGES));
+		err = tmem_bounce_init(dev, rounddown(bounce, TMEM_GROUP_PAGES));
 	if (!err)
-		err = tmem_slots_init(dev, rounddown(slots, TMEM_BLOCK_PAGES));
+		err = tmem_slots_init(dev, rounddown(slots, TMEM_GROUP_PAGES));
 	if (err)
 		return err;
 	dev->queue = kcalloc(dev->nr_queues, sizeof(*dev->queue), GFP_KERNEL);
