@@ -27,6 +27,7 @@
  * the head whose state is READY or SKIP.
  */
 #include <linux/highmem.h>
+#include <linux/irq_work.h>
 #include <linux/mm.h>
 #include <linux/percpu.h>
 #include <linux/slab.h>
@@ -162,8 +163,13 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 
 	slot = reserve(dev, queue, &data, why);
 	if (!slot) {
-		/* The sender takes answers, whose interrupt may be late, and frees slots. */
-		request_send(queue);
+		/*
+		 * The sender takes answers and frees slots. An architecture without an interrupt
+		 * for irq_work has slow interrupts of devices, too. On others, many tasks would
+		 * call the sender for each page of a full ring, and delay that interrupt.
+		 */
+		if (!arch_irq_work_has_interrupt())
+			request_send(queue);
 		return false;
 	}
 

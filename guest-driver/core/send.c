@@ -666,15 +666,22 @@ static void send_turns(struct tmem_queue *queue)
 
 void tmem_put_end(void)
 {
+	/* The answer to a fetch raises a softirq. In a task, only this call lets it run at once. */
+	bool softirqs = !irqs_disabled();
 	struct tmem_dev *dev;
 	unsigned int i;
 
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
-	if (dev && READ_ONCE(dev->full))
+	if (dev && READ_ONCE(dev->full)) {
+		if (softirqs)
+			local_bh_disable();
 		for (i = 0; i < dev->nr_queues; i++)
 			if (test_and_clear_bit(i, &dev->full))
 				send_turns(&dev->queue[i]);
+		if (softirqs)
+			local_bh_enable();
+	}
 	rcu_read_unlock();
 }
 

@@ -294,7 +294,7 @@ static void tear_down(struct virtio_device *vdev)
 	for (i = 0; i < dev->nr_queues; i++)
 		tmem_send_lost(&dev->queue[i]);
 	vdev->config->del_vqs(vdev);
-	/* The feeder and interrupts have scheduled the tasklets. */
+	/* The feeder, tasks that put pages and interrupts have scheduled the tasklets. */
 	tmem_fetch_exit(dev);
 	tmem_pools_forget();
 	tmem_pools_device(false);

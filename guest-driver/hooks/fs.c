@@ -69,7 +69,7 @@ static_assert(ARRAY_SIZE(tmem_fs_types) == NR_TMEM_FS_TYPES + 1);
 DEFINE_HASHTABLE(tmem_fs_hash, TMEM_FS_HASH_BITS);
 DEFINE_SPINLOCK(tmem_fs_lock);
 unsigned long tmem_fs_types_noted;
-bool tmem_fs_stopped;
+bool tmem_fs_stopped = true;	/* until tmem_fs_init() */
 unsigned int tmem_fs_fruitless;
 DEFINE_MUTEX(tmem_fs_switch_lock);	/* fs.h lists what this lock guards */
 struct delayed_work tmem_fs_discovery;
@@ -139,8 +139,8 @@ bool tmem_fs_serves(const struct super_block *sb)
 }
 
 /*
- * Notes that a file of an unknown file system was used. Returns whether the discovery will examine
- * the file system. Context: any.
+ * Notes that a page of an unknown file system was read, written or evicted. Returns whether the
+ * discovery will examine the file system. Context: any.
  */
 bool tmem_fs_note(const struct super_block *sb)
 {
@@ -152,7 +152,7 @@ bool tmem_fs_note(const struct super_block *sb)
 	for (i = 0; i < NR_TMEM_FS_TYPES; i++) {
 		if (!is_of_type(sb, &tmem_fs_types[i]))
 			continue;
-		/* This code runs for each page, so it writes only if no discovery is queued. */
+		/* This code runs for each bio, so it writes only if no discovery is queued. */
 		if (!test_bit(i, &tmem_fs_types_noted) &&
 		    !test_and_set_bit(i, &tmem_fs_types_noted)) {
 			WRITE_ONCE(tmem_fs_types[i].seen, sb->s_type);

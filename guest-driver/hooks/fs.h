@@ -18,7 +18,7 @@
 #define TMEM_FS_HASH_BITS 6
 
 /*
- * A hook requests a discovery for each page of an unknown file system, which may be one that cannot
+ * A hook requests a discovery for each bio of an unknown file system, which may be one that cannot
  * be served. After this many discoveries in a row without a result, the discovery runs at most once
  * a second.
  */

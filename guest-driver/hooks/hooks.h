@@ -250,7 +250,7 @@ struct tmem_target {
 	 * name. In a kernel with the patches of intree/, that function alone calls the hook.
 	 */
 	const char *caller;
-	/* Says what the driver does not do without the hook. NULL if coherence depends on it. */
+	/* Names what is missing without the hook. NULL if the cache stays off without it. */
 	const char *without;
 };
 

@@ -92,7 +92,7 @@ MODULE_PARM_DESC(test_hold_feeder, "TEST: 1: stop the feeder thread when it is n
 module_param_named(test_hold_probe, tmem_hold_probe, uint, 0644);
 MODULE_PARM_DESC(test_hold_probe, "TEST: 1: stop the next probe of the open breaker after it was sent; reads 2 while it waits; 0: let it continue");
 module_param_named(test_hold_fetch, tmem_hold_fetch, uint, 0644);
-MODULE_PARM_DESC(test_hold_fetch, "TEST: 1: stop the next task that has sent the requests of a fetch, and polled; reads 2 while it waits; 0: let it continue");
+MODULE_PARM_DESC(test_hold_fetch, "TEST: 1: stop the next task that has sent the requests of a fetch; reads 2 while it waits; 0: let it continue");
 module_param_named(test_hold_submit, tmem_hold_submit, uint, 0644);
 MODULE_PARM_DESC(test_hold_submit, "TEST: 1: stop the next process that writes to a served disk, after the blocks were erased and before the disk gets the write; reads 2 while it waits; 0: let it continue");
 module_param_named(test_hold_fill, tmem_hold_fill, uint, 0644);

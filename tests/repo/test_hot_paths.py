@@ -24,6 +24,7 @@ ROOTS = (
     "entry_free_large",
     "tmem_probe_dirty",
     "tmem_ftrace_func",
+    "wants_submit_bio",
     "wrap_submit_bio",
     "bio_ended",
     "end_all",
