@@ -34,11 +34,22 @@
  * have this many.
  */
 #define BIO_PAGES_MAX	2048
+/*
+ * Number of pages whose state is allocated at a time, so that an allocation has 2 KiB. The memory
+ * for all pages of a long bio is not found at once while reclaim runs.
+ */
+#define STATES		128
 /* Number of pages that a run of the tasklet records. They take about 50 us. */
 #define RUN_PAGES	256
 
 /* Beginning and length of a range that covers any disk, in sectors. */
 #define WHOLE_DISK	((sector_t)1 << 56)
+
+/* State of a page of a bio: sequence number, or 0; and, of a write, check. */
+struct state {
+	u64 check;
+	u32 seq;
+};
 
 /* State of a bio between its submission and its end. */
 struct tracked {
@@ -59,10 +70,9 @@ struct tracked {
 	/* the next segment, and its number */
 	struct bvec_iter iter;
 	unsigned int at;
-	unsigned int nr_pages;
-	/* for each page: sequence number, or 0; and, of a write, check */
-	u32 *seq;
-	u64 check[];
+	unsigned int nr_pages;		/* number of pages that have a state */
+	struct state **more;		/* states of the pages from number STATES on */
+	struct state state[];
 };
 
 struct ended {
@@ -124,16 +134,47 @@ static u64 check_of(struct page *page)
 	return check;
 }
 
-/* Allocates the state of a bio with space for @nr_pages pages. */
+static struct state *state_of(struct tracked *t, unsigned int page)
+{
+	return page < STATES ? &t->state[page] : &t->more[page / STATES - 1][page % STATES];
+}
+
+static void track_free(struct tracked *t)
+{
+	unsigned int i;
+
+	for (i = STATES; i < t->nr_pages; i += STATES)
+		kfree(t->more[i / STATES - 1]);
+	kfree(t->more);
+	kfree(t);
+}
+
+/* Allocates states until @nr_pages pages have one, as far as there is memory. */
+static void add_states(struct tracked *t, unsigned int nr_pages, gfp_t gfp)
+{
+	struct state *states;
+
+	t->more = kcalloc(nr_pages / STATES, sizeof(*t->more), gfp);
+	while (t->more && t->nr_pages < nr_pages) {
+		states = kmalloc_array(STATES, sizeof(*states), gfp);
+		if (!states)
+			break;
+		t->more[t->nr_pages / STATES - 1] = states;
+		t->nr_pages = min(t->nr_pages + STATES, nr_pages);
+	}
+	tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages - t->nr_pages);
+}
+
+/* Allocates the state of a bio and, as far as there is memory, of its first @nr_pages pages. */
 static struct tracked *track_new(struct bio *bio, unsigned int nr_pages, bool write)
 {
-	size_t checks = write ? nr_pages : 0;
+	gfp_t gfp = GFP_NOWAIT | __GFP_NOWARN | (nr_pages ? __GFP_NOMEMALLOC : __GFP_HIGH);
+	unsigned int nr = min_t(unsigned int, nr_pages, STATES);
 	struct tracked *t;
 
 	if (TMEM_INJECT(nomem))
 		return NULL;
-	t = kmalloc(struct_size(t, check, checks) + nr_pages * sizeof(*t->seq),
-		    GFP_NOWAIT | __GFP_NOWARN | (nr_pages ? __GFP_NOMEMALLOC : __GFP_HIGH));
+	t = kmalloc(struct_size(t, state, nr), gfp);
 	if (!t)
 		return NULL;
 	*t = (struct tracked){
@@ -145,9 +186,10 @@ static struct tracked *track_new(struct bio *bio, unsigned int nr_pages, bool wr
 		.nr = bio_sectors(bio),
 		.write = write,
 		.iter = bio->bi_iter,
-		.nr_pages = nr_pages,
-		.seq = (u32 *)(t->check + checks),
+		.nr_pages = nr,
 	};
+	if (nr < nr_pages)
+		add_states(t, nr_pages, gfp);
 	return t;
 }
 
@@ -233,6 +275,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 {
 	unsigned int i = 0, nr_pages;
 	struct bvec_iter iter;
+	struct state *state;
 	struct bio_vec bv;
 	struct tracked *t;
 	u64 at;
@@ -246,19 +289,20 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 	nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
 	t = track_new(bio, nr_pages, false);
 	if (!t) {
-		tmem_count(TMEM_STAT_blocks_nomem);
+		tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages);
 		return false;
 	}
 	if (!set_area(t) || !t->epoch || !tmem_is_filled(bio_page(bio), t->sb)) {
-		kfree(t);
+		track_free(t);
 		return false;
 	}
 	bio_for_each_segment(bv, bio, iter) {
-		if (i == nr_pages)
+		if (i == t->nr_pages)
 			break;
 		at = place(t, &iter);
-		t->seq[i++] = tmem_is_block(&bv, at) && tmem_is_filled(bv.bv_page, t->sb) ?
-			      tmem_record_read(block_at(t, at)) : 0;
+		state = state_of(t, i++);
+		state->seq = tmem_is_block(&bv, at) && tmem_is_filled(bv.bv_page, t->sb) ?
+			     tmem_record_read(block_at(t, at)) : 0;
 	}
 	track(t);
 	return false;
@@ -279,19 +323,20 @@ static void begin_pages(struct tracked *t)
 {
 	struct bio *bio = t->bio;
 	struct bvec_iter iter;
+	struct state *state;
 	unsigned int i = 0;
 	struct bio_vec bv;
 	u32 first, last;
 	u64 at = 0;
 
 	bio_for_each_segment(bv, bio, iter) {
-		if (i < t->nr_pages)
-			t->seq[i] = 0;
+		state = i < t->nr_pages ? state_of(t, i) : NULL;
+		if (state)
+			state->seq = 0;
 		at = place(t, &iter);
-		if (i < t->nr_pages && tmem_is_block(&bv, at) &&
-		    tmem_is_flushed(bv.bv_page, t->sb)) {
-			t->seq[i] = tmem_record_write(block_at(t, at), bv.bv_page);
-			t->check[i] = check_of(bv.bv_page);
+		if (state && tmem_is_block(&bv, at) && tmem_is_flushed(bv.bv_page, t->sb)) {
+			state->seq = tmem_record_write(block_at(t, at), bv.bv_page);
+			state->check = check_of(bv.bv_page);
 		} else {
 			write_part(t, at, &bv, true);
 		}
@@ -309,9 +354,14 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	bool pages = bio_op(bio) == REQ_OP_WRITE && !is_encoded(bio), in_area;
 	u64 from, bytes = (u64)nr << SECTOR_SHIFT;
 	struct tracked *t = NULL;
+	unsigned int nr_pages;
 
-	if (pages)
-		t = track_new(bio, min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX), true);
+	if (pages) {
+		nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
+		t = track_new(bio, nr_pages, true);
+		if (!t)
+			tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages);
+	}
 	if (!t)
 		t = track_new(bio, 0, true);
 	if (!t) {
@@ -334,7 +384,7 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 		/* submit_bio() may sleep. */
 		if (!tmem_area_erase(t->disk, sector, nr, true)) {
 			tmem_record_long_end(t->long_write);
-			kfree(t);
+			track_free(t);
 			return;
 		}
 	} else {
@@ -395,11 +445,12 @@ static void block_mount(const struct super_block *sb, u32 block)
 /* Records the next page of a bio that has ended, or erases the records of its blocks. */
 static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 {
-	u32 seq = t->at < t->nr_pages ? t->seq[t->at] : 0;
+	struct state *state = t->at < t->nr_pages ? state_of(t, t->at) : NULL;
+	u32 seq = state ? state->seq : 0;
 	u64 at = place(t, &t->iter);
 
 	if (t->write && seq && good)
-		tmem_record_flush(block_at(t, at), seq, t->check[t->at], bv->bv_page);
+		tmem_record_flush(block_at(t, at), seq, state->check, bv->bv_page);
 	else if (t->write)
 		write_part(t, at, bv, false);
 	else if (seq && good && !tmem_record_fill(block_at(t, at), seq, bv->bv_page))
@@ -460,7 +511,7 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 	}
 	bio->bi_end_io = t->end_io;
 	bio->bi_private = t->private;
-	kfree(t);
+	track_free(t);
 	if (bio->bi_end_io == chain_end_io) {
 		/* Do what bio_endio() does for a bio of a chain. The function itself is a BUG(). */
 		parent = bio->bi_private;
