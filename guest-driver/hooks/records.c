@@ -20,6 +20,7 @@
  * and move with their page. A page that was freed or used again has a wrong hint or none. A bitmap
  * has the pages that have left the page cache, and may be put when they are freed (put.c).
  */
+#include <linux/bitops.h>
 #include <linux/hash.h>
 #include <linux/log2.h>
 #include <linux/mm.h>
@@ -83,9 +84,12 @@ struct tables {
 static struct tables __rcu *tables;
 static bool closed;
 /*
- * Numbers of writes in flight of blocks with the same hash. A counter is raised before the write
+ * Numbers of writes in flight of blocks with the same hash. A block has two counters, by different
+ * hashes, and no write of it is in flight if one of them is 0. They are raised before the write
  * erases the record, and lowered after it has erased the record again. The counters stay when RAM
- * changes, because writes are in flight then. Blocks that share a counter cost a put or a get.
+ * changes, because writes are in flight then. A block of which other blocks have raised both
+ * counters costs a put or a get. So there are as many counters as pages of RAM: thousands of pages
+ * may be in flight to a slow disk.
  */
 static atomic_t *writes;
 static unsigned int writes_bits;
@@ -96,17 +100,18 @@ static unsigned int writes_bits;
 static atomic_t long_writes, long_others;
 static atomic64_t long_range[LONG_WRITES];
 
-static atomic_t *writes_of(u32 block)
+static atomic_t *writes_of(u32 block, bool second)
 {
-	return &writes[hash_32(block, writes_bits)];
+	return &writes[hash_32(second ? ror32(block, 16) : block, writes_bits)];
 }
 
 /* Counts a write that begins, before its records are erased. A full barrier. */
 static void count_begin(u32 block)
 {
-	atomic_inc(writes_of(block));
+	atomic_inc(writes_of(block, false));
+	atomic_inc(writes_of(block, true));
 	/*
-	 * Either this task erases the record, or the task that makes it sees the counter: the
+	 * Either this task erases the record, or the task that makes it sees the counters: the
 	 * tables may be replaced between the two.
 	 */
 	smp_mb__after_atomic();
@@ -116,7 +121,8 @@ static void count_begin(u32 block)
 static void count_end(u32 block)
 {
 	smp_mb__before_atomic();	/* pairs with is_written() */
-	atomic_dec(writes_of(block));
+	atomic_dec(writes_of(block, false));
+	atomic_dec(writes_of(block, true));
 }
 
 /* Locks the set of a block in order to erase its record, and disables interrupts. */
@@ -177,7 +183,8 @@ static bool is_in_long_write(u32 block)
 /* Returns whether a write of a block may be in flight. The caller holds the lock of its set. */
 static bool is_written(u32 block)
 {
-	return atomic_read(writes_of(block)) || is_in_long_write(block);
+	return (atomic_read(writes_of(block, false)) && atomic_read(writes_of(block, true))) ||
+	       is_in_long_write(block);
 }
 
 static struct record *find(struct record_set *set, u32 block)
@@ -710,11 +717,15 @@ static void tables_free(struct tables *t)
 	kfree(t);
 }
 
+static unsigned long ram_pages(void)
+{
+	return tmem_counted_ram_bytes() / PAGE_SIZE;
+}
+
 /* Returns the sizes of the tables for the present RAM: space for a record of each page. */
 static struct tables sizes(void)
 {
-	unsigned long pages = tmem_counted_ram_bytes() / PAGE_SIZE;
-	struct tables t = { .set_bits = order_base_2(DIV_ROUND_UP(pages, SET_RECORDS)) };
+	struct tables t = { .set_bits = order_base_2(DIV_ROUND_UP(ram_pages(), SET_RECORDS)) };
 	int node;
 
 	for_each_online_node(node)
@@ -798,12 +809,12 @@ void tmem_records_follow_ram(void (*renew)(void))
  * Makes the tables of records and hints. Returns 0 or -ENOMEM.
  *
  * The tables take 18 to 37 bytes for each page of RAM, depending on how far the sizes are rounded
- * up to a power of two, and 33 bits for each page frame number. The counters of writes take up to 1
- * byte for each page of RAM.
+ * up to a power of two, and 33 bits for each page frame number. The counters of writes take 4 to 8
+ * bytes for each page of RAM.
  */
 int tmem_records_init(void)
 {
-	writes_bits = sizes().set_bits;
+	writes_bits = min(order_base_2(ram_pages()), 32);
 	writes = table_alloc(BIT(writes_bits), sizeof(*writes));
 	rcu_assign_pointer(tables, tables_new());
 	if (writes && rcu_access_pointer(tables))
