@@ -34,6 +34,11 @@
 
 /* With its other fields, a set fills two cache lines of 64 bytes. */
 #define SET_RECORDS	7
+/*
+ * Number of pages of RAM for each set, at most. A set has more places than that, because pages that
+ * are read in random order fill the sets unevenly.
+ */
+#define SET_PAGES	5
 #define SEQ_BITS	30
 /*
  * Tables are too large if tables of 1/2^SHRINK_BITS of their size are enough. So a balloon that
@@ -722,10 +727,10 @@ static unsigned long ram_pages(void)
 	return tmem_counted_ram_bytes() / PAGE_SIZE;
 }
 
-/* Returns the sizes of the tables for the present RAM: space for a record of each page. */
+/* Returns the sizes of the tables for the present RAM: space for more records than pages. */
 static struct tables sizes(void)
 {
-	struct tables t = { .set_bits = order_base_2(DIV_ROUND_UP(ram_pages(), SET_RECORDS)) };
+	struct tables t = { .set_bits = order_base_2(DIV_ROUND_UP(ram_pages(), SET_PAGES)) };
 	int node;
 
 	for_each_online_node(node)
@@ -808,7 +813,7 @@ void tmem_records_follow_ram(void (*renew)(void))
 /*
  * Makes the tables of records and hints. Returns 0 or -ENOMEM.
  *
- * The tables take 18 to 37 bytes for each page of RAM, depending on how far the sizes are rounded
+ * The tables take 26 to 51 bytes for each page of RAM, depending on how far the sizes are rounded
  * up to a power of two, and 33 bits for each page frame number. The counters of writes take 4 to 8
  * bytes for each page of RAM.
  */
