@@ -88,7 +88,7 @@ DRIVER_TESTS = {
     " driver generation guest_command lies mmio pace ram reporting ring",
     "files": "direct_writes files fs_errors hooks large_folios lockdown memory_error mounts patches"
     " refused trace tracers untested_release",
-    "reads": "figures fio life reads retain selftest",
+    "reads": "coverage figures fio life reads retain selftest",
     "torture": "filesystems long other_types torture",
 }
 DRIVER_PATHS = ("guest-driver/", "proto/", "tests/guest/", "tests/harness/", "tests/vm/")
