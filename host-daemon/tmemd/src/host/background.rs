@@ -11,7 +11,7 @@ use crate::host::sandbox::{self, ThreadKind};
 use crate::host::usage::{BackgroundTime, Stage};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -150,7 +150,7 @@ impl BackgroundWorkers {
         sandbox::narrow(ThreadKind::Data);
         self.stage.join();
         while !self.stop.load(Ordering::SeqCst) {
-            self.work.store(false, Ordering::SeqCst);
+            self.begin();
             heartbeat.work();
             let done = catch_unwind(AssertUnwindSafe(maintain));
             heartbeat.rest();
@@ -173,6 +173,14 @@ impl BackgroundWorkers {
         }
     }
 
+    /// Clears the flag that there is work, before the calling thread looks for work.
+    fn begin(&self) {
+        self.work.store(false, Ordering::SeqCst);
+        // A thread that has read the flag before this write has made its work visible before
+        // (`wake`). This fence makes the calling thread see that work.
+        fence(Ordering::SeqCst);
+    }
+
     /// Unmaps all memory tables that were discarded until now.
     pub fn unmap(&self) {
         let discarded = std::mem::take(
@@ -188,8 +196,13 @@ impl BackgroundWorkers {
     /// that may cause background work.
     pub fn wake(&self) {
         // If the flag is set already, another call has woken the threads and they have not looked
-        // for work since. They need no second wake-up.
-        if !self.work.swap(true, Ordering::SeqCst) {
+        // for work since. They need no second wake-up. All workers call this function after each
+        // slice, so read the flag first: a write takes the flag's cache line away from the other
+        // processors. The fence makes the caller's work visible before the read. `begin` has the
+        // other fence.
+        fence(Ordering::SeqCst);
+        let is_set = self.work.load(Ordering::Relaxed);
+        if !is_set && !self.work.swap(true, Ordering::SeqCst) {
             for thread in &*self.handles() {
                 thread.thread().unpark();
             }
@@ -236,13 +249,14 @@ impl BackgroundWorkers {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicUsize;
     use std::sync::mpsc;
 
     #[test]
     fn a_panic_does_not_end_a_background_worker() {
         let (sender, receiver) = mpsc::channel();
         let sender = Mutex::new(sender);
-        let calls = std::sync::atomic::AtomicUsize::new(0);
+        let calls = AtomicUsize::new(0);
         let maintain = move || {
             let call = calls.fetch_add(1, Ordering::SeqCst);
             assert!(call > 0, "a simulated bug in the first call");
@@ -257,6 +271,47 @@ mod tests {
         let call = receiver.recv_timeout(Duration::from_secs(60));
         assert_eq!(call, Ok(1), "the worker did not continue after the panic");
         background.stop();
+    }
+
+    /// While one thread adds work and finds the flag set, a background thread may clear the flag and
+    /// look for work. Then either this thread finds the work, or the flag is set again.
+    #[test]
+    fn work_that_is_added_while_the_flag_is_cleared_is_found() {
+        const ROUNDS: usize = 20_000;
+        let maintain = || false;
+        let background =
+            BackgroundWorkers::start_with(0, &Heartbeats::default(), Arc::default(), maintain)
+                .expect("cannot make workers without threads");
+        let work = AtomicUsize::new(0);
+        let rounds = [AtomicUsize::new(0), AtomicUsize::new(0)];
+        // Lets both threads begin a round at the same time.
+        let meet = |own: usize, round| {
+            rounds[own].store(round, Ordering::SeqCst);
+            while rounds[1 - own].load(Ordering::SeqCst) < round {
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|threads| {
+            threads.spawn(|| {
+                for round in 1..=ROUNDS {
+                    meet(0, 2 * round);
+                    work.store(round, Ordering::Relaxed);
+                    background.wake();
+                    meet(0, 2 * round + 1);
+                }
+            });
+            for round in 1..=ROUNDS {
+                background.work.store(true, Ordering::SeqCst);
+                meet(1, 2 * round);
+                background.begin();
+                let found = work.load(Ordering::Relaxed) == round;
+                meet(1, 2 * round + 1);
+                assert!(
+                    found || background.work.load(Ordering::SeqCst),
+                    "no thread looks for the work of round {round}"
+                );
+            }
+        });
     }
 
     /// Memory is unmapped even if a thread of the pool's background work never returns, because a
