@@ -182,7 +182,8 @@ fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
         ("pool_size = \"12XB\"\n", "XB"),
         ("pool_size = 4096\n", "too small"),
         ("", "no size"),
-        ("pool_size = \"1000TiB\"\n", "exceeds the host"),
+        ("pool_size = \"4TiB\"\n", "exceeds the host"),
+        ("pool_size = \"5TiB\"\n", "too large"),
     ] {
         let said = daemon.reload(wrong);
         assert!(

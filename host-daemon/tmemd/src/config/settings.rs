@@ -4,7 +4,7 @@
 
 use crate::config::account::Account;
 use crate::config::meminfo::host_memory_bytes;
-use crate::memory::budget::VM_MEMORY_BYTES_MAX;
+use crate::memory::budget::{POOL_BYTES_MAX, VM_MEMORY_BYTES_MAX};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tmem_control::accounts::Kind;
@@ -296,6 +296,13 @@ impl Config {
         if self.pool_size_bytes < POOL_BYTES_MIN {
             return fault(format!(
                 "a pool of {} bytes is too small: the minimum is {POOL_BYTES_MIN} bytes",
+                self.pool_size_bytes
+            ));
+        }
+        if self.pool_size_bytes > POOL_BYTES_MAX {
+            return fault(format!(
+                "a pool of {} bytes is too large: the maximum is {POOL_BYTES_MAX} bytes, because \
+                 the daemon needs address space for the memory of VMs",
                 self.pool_size_bytes
             ));
         }
@@ -603,6 +610,13 @@ mod tests {
                     ..config(&[])
                 },
                 "4096 bytes",
+            ),
+            (
+                Config {
+                    pool_size_bytes: POOL_BYTES_MAX + 1,
+                    ..config(&[])
+                },
+                "too large",
             ),
         ] {
             let Err(ConfigError(error)) = config.check() else {

@@ -10,6 +10,7 @@ use crate::config::settings::POOL_BYTES_MIN;
 use crate::control::sources::{Figures, Sources};
 use crate::control::statistics;
 use crate::events::bus::EventKind;
+use crate::memory::budget::POOL_BYTES_MAX;
 use crate::util::log_limit::LogLimit;
 use crate::util::request_rate::RequestRate;
 use crate::vm::registry::Refused;
@@ -371,7 +372,7 @@ impl api::VarlinkInterface for SocketInterface {
                 size_bytes,
                 format!(
                     "a pool must have {POOL_BYTES_MIN} to {bytes_max} bytes: at most the host's \
-                     memory when the daemon started"
+                     memory when the daemon started, and at most {POOL_BYTES_MAX} bytes"
                 ),
             ),
         }

@@ -17,6 +17,7 @@ use crate::host::clock::ClockAndEntropy;
 use crate::host::heartbeat::Heartbeats;
 use crate::host::pressure::{PoolSize, PressureWatcher};
 use crate::host::sandbox::{self, ThreadKind};
+use crate::memory::budget::pool_bytes_max;
 use crate::queue::worker::Workers;
 use crate::socket::listener::{Access, Listener};
 use crate::util::event_fd::signal;
@@ -208,9 +209,10 @@ impl Drop for Daemon {
 fn create_engine(config: &Config) -> io::Result<Arc<Engine>> {
     let seed = getrandom::u64().map_err(io::Error::other)?;
     let mut engine_config = EngineConfig::new(config.pool_size_bytes, seed);
-    // The pool's address space is as large as the host's memory, so that a reload can enlarge the
-    // pool up to this size. The host cannot provide more memory than it has.
-    engine_config.size_max_bytes = host_memory_bytes();
+    // The pool's address space suffices for a pool as large as the host's memory, so that a reload
+    // can enlarge the pool up to this size. On hosts with more memory than POOL_BYTES_MAX, a pool
+    // of that size would leave no address space to VMs.
+    engine_config.size_max_bytes = pool_bytes_max(host_memory_bytes());
     let engine = Engine::new(engine_config)?;
     if !engine.is_locked() {
         tracing::warn!(

@@ -11,15 +11,32 @@
 use crate::memory::files::GuestFiles;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use tmem_pool::ADDRESS_SPACE_TIMES;
 
 /// File with the maximum number of mappings of a process. The sandbox permits the daemon to read it.
 pub const MAP_COUNT_PATH: &str = "/proc/sys/vm/max_map_count";
 
+/// Address space in bytes that the kernel gives to a process on x86-64.
+const ADDRESS_SPACE_BYTES: u64 = 128 << 40;
+
 /// Maximum number of bytes of guest memory that the daemon maps for all VMs together: half of the
-/// 128 TiB of address space that a process has on x86-64. The other half is for the pool, which
-/// reserves a multiple of the host's memory, for one dirty log of at most 2 GiB for each VM, and
-/// for gaps between mappings.
-pub const BUDGET_BYTES: u64 = 64 << 40;
+/// daemon's address space. The other half is for the pool and for [`OTHER_BYTES`].
+pub const BUDGET_BYTES: u64 = ADDRESS_SPACE_BYTES / 2;
+
+/// Address space in bytes for everything else: one dirty log of at most 2 GiB for each of 1,024
+/// VMs, the process itself, and gaps between mappings.
+const OTHER_BYTES: u64 = 4 << 40;
+
+/// Largest size in bytes that a pool can have on any host, about 4.3 TiB. A pool reserves a
+/// multiple of its largest size as address space.
+pub const POOL_BYTES_MAX: u64 =
+    (ADDRESS_SPACE_BYTES - BUDGET_BYTES - OTHER_BYTES) / ADDRESS_SPACE_TIMES;
+
+/// Returns the largest size in bytes that a pool can have on a host with `host_bytes` bytes of
+/// memory.
+pub fn pool_bytes_max(host_bytes: u64) -> u64 {
+    host_bytes.min(POOL_BYTES_MAX)
+}
 
 /// Largest size of a VM's memory in bytes that can be configured. Unmapping a memory table of this
 /// size takes two seconds.
@@ -367,6 +384,27 @@ mod tests {
         big.charge(0, BUDGET_BYTES + 1)
             .expect_err("memory above the budget was accepted");
         assert_eq!((budget.mapped_regions(), one.mapped_regions()), (0, 0));
+    }
+
+    #[test]
+    fn the_pool_of_a_large_host_leaves_address_space_to_vms() {
+        const TIB: u64 = 1 << 40;
+        assert_eq!(pool_bytes_max(TIB), TIB);
+        assert_eq!(pool_bytes_max(24 * TIB), POOL_BYTES_MAX);
+        for host_tib in [1, 4, 9, 10, 24, 64] {
+            let pool_bytes = pool_bytes_max(host_tib * TIB) * ADDRESS_SPACE_TIMES;
+            assert!(
+                pool_bytes + OTHER_BYTES + BUDGET_BYTES <= ADDRESS_SPACE_BYTES,
+                "a host with {host_tib} TiB has too little address space for VMs"
+            );
+        }
+        // The kernel provides this address space to the test, too.
+        let mut config = tmem_pool::EngineConfig::new(1 << 20, 1);
+        config.size_max_bytes = pool_bytes_max(24 * TIB);
+        let engine = tmem_pool::Engine::new(config).expect("cannot create the pool");
+        let guests = vm_memory::MmapRegion::<()>::new(BUDGET_BYTES as usize);
+        guests.expect("the pool leaves too little address space to VMs");
+        assert_eq!(engine.size_max_bytes(), POOL_BYTES_MAX);
     }
 
     #[test]
