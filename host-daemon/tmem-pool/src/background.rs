@@ -118,8 +118,8 @@ const RELEASE: Chore = Chore {
 const RECOMPRESS: Chore = Chore {
     // Recompress cold pages.
     is_due: |engine, now| {
-        let sweep = engine.background.sweep.try_lock();
-        sweep.is_ok_and(|sweep| sweep.is_late(now, engine.store.heap.places()))
+        let sweep = &engine.background.sweep;
+        sweep.is_late(now, engine.store.heap.places())
     },
     run: |engine, now, _| engine.recompress_step(now),
 };
@@ -162,10 +162,7 @@ impl Engine {
     /// Continues the sweep, which recompresses cold pages, up to the handle that is due by `now`.
     /// Returns the number of handles visited.
     fn recompress_step(&self, now: Time) -> usize {
-        // If another thread holds this lock, it runs the sweep, so this thread does nothing.
-        let Ok(mut sweep) = self.background.sweep.try_lock() else {
-            return 0;
-        };
+        let sweep = &self.background.sweep;
         let visited = sweep.step(&self.store, now, || self.frames_bytes_max());
         if visited.has_ended {
             // The sweep has ended, so another one begins. Once in each sweep, return all frames

@@ -517,7 +517,8 @@ impl Store {
     /// that are not finalized yet have no such length. The first sweep that visits an eligible blob
     /// marks it with the flag SEEN. The next sweep compresses the blob with zstd, and stores the
     /// result if it is not longer than before. Returns true if the blob was compressed, whether the
-    /// result was stored or not.
+    /// result was stored or not. If two threads visit a blob at the same time, at most one of them
+    /// compresses it.
     pub(crate) fn recompress_if_cold(
         &self,
         blob: u32,
@@ -533,10 +534,10 @@ impl Store {
         let state = record.state.load(Relaxed);
         let mut worked = false;
         if state & DENSE == 0 && DENSER_BYTES.contains(&self.first_bytes(blob)) {
-            worked = state & SEEN != 0;
-            record
-                .state
-                .fetch_or(if worked { DENSE } else { SEEN }, Relaxed);
+            let flag = if state & SEEN != 0 { DENSE } else { SEEN };
+            // Another thread may have set the flag since. If it is DENSE, that thread compresses
+            // the blob.
+            worked = record.state.fetch_or(flag, Relaxed) & flag == 0 && flag == DENSE;
         }
         if worked {
             let handle = Handle(blob);

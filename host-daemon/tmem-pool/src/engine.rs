@@ -22,9 +22,7 @@ use crate::secret::ScratchPages;
 use crate::state::{Freed, RAW_CHARGE_BYTES};
 use crate::stats::EngineStats;
 use crate::sweep::Sweep;
-use crate::sync::{
-    AtomicBool, AtomicU64, AtomicUsize, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard,
-};
+use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::tenant_shared::{TenantParams, TenantShared};
 use crate::totals::{Sum, Totals};
 use crossbeam_utils::CachePadded;
@@ -68,23 +66,21 @@ pub(crate) struct BackgroundState {
     pub idle_due: AtomicU64,
     /// Scratch pages of background workers, two for each.
     pub scratch: ScratchPages,
-    /// Progress of the sweep, which recompresses cold pages. A thread that cannot take this lock at
-    /// once leaves the sweep to the thread that holds the lock. The holder may take locks of the
-    /// store.
-    pub sweep: Mutex<Sweep>,
+    /// The sweep, which recompresses cold pages.
+    pub sweep: Sweep,
 }
 
 impl BackgroundState {
-    fn new() -> io::Result<BackgroundState> {
-        Ok(BackgroundState {
+    fn new() -> BackgroundState {
+        BackgroundState {
             finalize_steps: CachePadded::default(),
             steps: CachePadded::default(),
             compact_all: AtomicBool::new(false),
             is_reclaiming: AtomicBool::new(false),
             idle_due: AtomicU64::new(0),
             scratch: ScratchPages::default(),
-            sweep: Mutex::new(Sweep::new()?),
-        })
+            sweep: Sweep::default(),
+        }
     }
 }
 
@@ -272,7 +268,7 @@ impl Engine {
                 policy,
             },
             is_shrinking: AtomicBool::new(false),
-            background: BackgroundState::new()?,
+            background: BackgroundState::new(),
             membership: RwLock::new(Membership::new(size_bytes)),
         }))
     }

@@ -105,8 +105,8 @@
 //! 4. the lock of one size class of the heap,
 //! 5. the heap's lock of free spans or of spare handles.
 //!
-//! The lock of the index memory's chunks and the lock of the scratch pages are leaf locks: a thread
-//! that holds one of them takes no other lock.
+//! The lock of the index memory's chunks, the lock of the scratch pages and the locks of the sweep
+//! are leaf locks: a thread that holds one of them takes no other lock.
 
 mod background;
 mod blob;

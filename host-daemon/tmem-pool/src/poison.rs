@@ -9,8 +9,8 @@
 //! library's locks, the guests' queues would stop one after the other. The process would still seem
 //! alive.
 //!
-//! A panic under a tenant's own lock concerns that tenant only (tenant_shared.rs). A panic in the
-//! sweep leaves cold pages as they are (engine.rs).
+//! A panic under a tenant's own lock concerns that tenant only (tenant_shared.rs). A thread that
+//! panics while it recompresses a page leaves the page as it was, and holds no lock (sweep.rs).
 
 use std::sync::LockResult;
 

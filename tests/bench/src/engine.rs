@@ -85,6 +85,21 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
         };
         results.add("threads_scaling_ratio", Target::AtLeast(0.95), time);
         results.add("threads_work_ratio", Target::None, work);
+        let sweep = threads::sweep(&pages, args.thread_rounds(), progress);
+        let mut add = |key, target, value: fn(&threads::Sweep) -> Ratio| {
+            results.add(
+                key,
+                target,
+                sweep.as_ref().map(value).map_err(String::clone),
+            );
+        };
+        add("sweep_tib_minutes", Target::None, |sweep| sweep.minutes);
+        add("sweep_scaling_ratio", Target::AtLeast(0.95), |sweep| {
+            sweep.scaling
+        });
+        add("sweep_tib_minutes_of_8", Target::AtMost(30.0), |sweep| {
+            sweep.minutes_of_8
+        });
     }
     progress("");
     let classes: Vec<_> = corpus

@@ -69,7 +69,7 @@ enum Part {
     Memory,
     /// Memory that the pool takes for the files of two related servers, which --trees names.
     Servers,
-    /// Gain in the speed of background work from a second thread.
+    /// Gain in the speed of background work from a second thread, and time of a sweep.
     Threads,
     /// Time for each page in a full pool, with 256 tenants, with keys in random order, with tables
     /// larger than the processor's caches, and while the pool grows.

@@ -52,7 +52,12 @@ impl Samples {
 
     /// Returns the median time in nanoseconds per page.
     pub fn median(&self) -> f64 {
-        Ratio::of(self.0.clone()).value
+        self.interval().value
+    }
+
+    /// Returns the median of all rounds, with its bootstrap interval.
+    pub fn interval(&self) -> Ratio {
+        Ratio::of(self.0.clone())
     }
 
     /// Returns the median over all rounds of the time of this operation, divided by that of the

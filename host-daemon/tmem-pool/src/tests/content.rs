@@ -5,7 +5,7 @@
 use super::rng::Rng;
 use super::{
     OPEN, POOL, add, config, get, get_retaining, maintain_all, new_engine, noise, partly_noise,
-    put, put_raw,
+    put, put_raw, text,
 };
 use crate::blob::{Contents, Finalized, Prepared, RawCopy, Store};
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
@@ -783,28 +783,6 @@ fn same_filled_pages_are_recognized_and_restored() {
         crate::PAGE_METADATA_CHARGE_BYTES
     );
     assert_eq!(get(&tenant, 1, 1, 1), Some(page));
-}
-
-/// Returns a page of words in random order. lz4 finds repeated words. zstd also makes use of the
-/// small number of different letters, so it compresses the page better.
-fn text(seed: u64) -> Page {
-    let mut rng = Rng::new(seed);
-    let words: Vec<Vec<u8>> = (0..400)
-        .map(|_| {
-            (0..3 + rng.below(6))
-                .map(|_| b'a' + rng.below(12) as u8)
-                .collect()
-        })
-        .collect();
-    let mut page = [b' '; PAGE_SIZE];
-    let mut at = 0;
-    while at < PAGE_SIZE {
-        let word = &words[rng.below(400) as usize];
-        let len = word.len().min(PAGE_SIZE - at);
-        page[at..at + len].copy_from_slice(&word[..len]);
-        at += len + 1;
-    }
-    page
 }
 
 #[test]

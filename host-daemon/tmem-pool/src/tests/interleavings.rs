@@ -8,10 +8,13 @@
 use super::rng::{Rng, for_each_seed};
 use super::{
     OPEN, POOL, add, config, finalize_raw, get, get_retaining, noise, partly_noise, put_raw, refer,
+    text,
 };
 use crate::blob::{Finalized, Prepared, RawCopy, Store};
+use crate::codec::Denser;
 use crate::config::DomainId;
 use crate::heap::{Handle, Heap};
+use crate::index::entry::Content;
 use crate::state::Reason;
 use crate::{Engine, Get, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Time};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
@@ -302,6 +305,38 @@ fn a_raw_page_can_be_stored_while_its_last_equal_page_is_freed() {
         "a_raw_page_can_be_stored_while_its_last_equal_page_is_freed",
         noise(1),
     );
+}
+
+/// Tests two threads that visit one cold blob in the sweep at the same time, beside a thread that
+/// reads it. The sum of bytes that zstd saves counts the blob once.
+#[test]
+fn a_blob_is_recompressed_once_by_two_threads() {
+    in_all_orders("a_blob_is_recompressed_once_by_two_threads", ORDERS, || {
+        let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
+        let page = text(1);
+        let content = finalize(&store, &page, 0).content;
+        let Content::Blob(blob) = content else {
+            panic!("the page does not compress");
+        };
+        let visit = |store: &Store| {
+            let mut pages = [[0; PAGE_SIZE]; 2];
+            let mut denser = Denser::new().unwrap();
+            store.recompress_if_cold(blob, HEAP_BYTES, &mut denser, &mut pages)
+        };
+        assert!(!visit(&store), "the first sweep recompressed the blob");
+        let sweeping = [(); 2].map(|()| {
+            let store = store.clone();
+            thread::spawn(move || visit(&store))
+        });
+        let mut out = [0; PAGE_SIZE];
+        let read = store.read(&store.reader(content), check_of(&page), &mut out);
+        assert_eq!(read, Ok(()));
+        let worked = sweeping.map(|thread| thread.join().unwrap());
+        assert!(worked.contains(&true));
+        store.check(&HashMap::from([(blob, (0, 1))]));
+        store.release_content(content);
+        store.check(&HashMap::new());
+    });
 }
 
 /// Tests two workers that finalize equal pages at the same time. They must share one blob, whatever

@@ -59,7 +59,7 @@ pub(crate) fn aborts(name: &str) {
 }
 
 /// Quota without reserve and limit, and with weight 1.
-const OPEN: Quota = Quota {
+pub(crate) const OPEN: Quota = Quota {
     reserve_bytes: 0,
     limit_bytes: None,
     weight: 1,
@@ -77,7 +77,7 @@ fn config(size_bytes: u64) -> EngineConfig {
     }
 }
 
-fn new_engine(size_bytes: u64) -> Arc<Engine> {
+pub(crate) fn new_engine(size_bytes: u64) -> Arc<Engine> {
     Engine::new(config(size_bytes)).unwrap()
 }
 
@@ -90,7 +90,7 @@ fn finalize_raw(tenant: &Tenant) {
     {}
 }
 
-fn add(engine: &Arc<Engine>, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
+pub(crate) fn add(engine: &Arc<Engine>, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
     let trust_domain = domain.map(String::from);
     let tenant = engine
         .add_tenant(TenantSpec {
@@ -118,7 +118,7 @@ fn put_raw(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -
 }
 
 /// Puts a page and finalizes (deduplicates and compresses) it.
-fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
+pub(crate) fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let result = put_raw(tenant, object, index, cookie, page);
     finalize_raw(tenant);
     result
@@ -133,7 +133,7 @@ fn fill(tenant: &Tenant, object: u64, pages: u64) -> u64 {
     (0..pages).filter(stored).count() as u64
 }
 
-fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
+pub(crate) fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
     let (mut out, mut results) = ([[0xa5; PAGE_SIZE]], [GetResult::Miss]);
     tenant
         .get(
@@ -197,5 +197,27 @@ pub(crate) fn noise(seed: u64) -> Page {
 fn partly_noise(seed: u64, eighths: usize) -> Page {
     let mut page = noise(seed);
     page[PAGE_SIZE / 8 * eighths..].fill(seed as u8);
+    page
+}
+
+/// Returns a page of words in random order. lz4 finds repeated words. zstd also makes use of the
+/// small number of different letters, so it compresses the page better.
+pub(crate) fn text(seed: u64) -> Page {
+    let mut rng = Rng::new(seed);
+    let words: Vec<Vec<u8>> = (0..400)
+        .map(|_| {
+            (0..3 + rng.below(6))
+                .map(|_| b'a' + rng.below(12) as u8)
+                .collect()
+        })
+        .collect();
+    let mut page = [b' '; PAGE_SIZE];
+    let mut at = 0;
+    while at < PAGE_SIZE {
+        let word = &words[rng.below(400) as usize];
+        let len = word.len().min(PAGE_SIZE - at);
+        page[at..at + len].copy_from_slice(&word[..len]);
+        at += len + 1;
+    }
     page
 }

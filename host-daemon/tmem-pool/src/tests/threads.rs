@@ -3,7 +3,9 @@
 //! it knows which answers are allowed.
 
 use super::rng::{Rng, for_each_seed};
-use super::{OPEN, POOL, add, maintain_all, new_engine, noise, partly_noise, put};
+use super::{OPEN, POOL, add, maintain_all, new_engine, noise, partly_noise, put, text};
+use crate::background::chores;
+use crate::config::SWEEP_NS;
 use crate::{
     Engine, Get, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec, Time,
 };
@@ -128,11 +130,15 @@ fn come_and_go(engine: &Arc<Engine>, seed: u64, corpus: &[Page], done: &AtomicBo
     }
 }
 
-fn keep_house(engine: &Engine, seed: u64, tenant: &Tenant, done: &AtomicBool) {
+fn keep_house(engine: &Engine, seed: u64, tenant: &Tenant, now_ns: &AtomicU64, done: &AtomicBool) {
     let mut rng = Rng::new(seed);
     while !done.load(Relaxed) {
         engine.resize((400 << 10) + rng.below(600 << 10));
-        engine.maintain(Time(0), 1 + rng.below(40) as usize);
+        let now = Time(now_ns.fetch_add(SWEEP_NS / 8, Relaxed));
+        engine.maintain(now, 1 + rng.below(40) as usize);
+        // The workers put pages all the time, so that `maintain` seldom continues the sweep.
+        let recompress = chores().last().expect("there are no chores");
+        (recompress.run)(engine, now, 1);
         let limit_bytes = rng.one_in(2).then(|| 50_000 + rng.below(500_000));
         tenant
             .set_quota(Quota {
@@ -149,12 +155,10 @@ fn keep_house(engine: &Engine, seed: u64, tenant: &Tenant, done: &AtomicBool) {
 #[test]
 fn concurrent_operations_return_correct_pages() {
     let corpus: Vec<Page> = (0..32)
-        .map(|i| {
-            if i % 4 == 0 {
-                noise(i)
-            } else {
-                partly_noise(i, i as usize % 8)
-            }
+        .map(|i| match i % 4 {
+            0 => noise(i),
+            1 => text(i),
+            _ => partly_noise(i, i as usize % 8),
         })
         .collect();
     for_each_seed("threads", 4, |seed| {
@@ -165,8 +169,10 @@ fn concurrent_operations_return_correct_pages() {
             add(&engine, "c", None, OPEN),
         ];
         let (done, hits) = (AtomicBool::new(false), AtomicU64::new(0));
+        let now_ns = AtomicU64::new(0);
         thread::scope(|scope| {
             let (engine, corpus, done, hits) = (&engine, &corpus, &done, &hits);
+            let now_ns = &now_ns;
             let workers: Vec<_> = (0..WORKERS)
                 .map(|worker| {
                     let tenant = tenants[worker as usize % tenants.len()].clone();
@@ -178,7 +184,11 @@ fn concurrent_operations_return_correct_pages() {
                 scope.spawn(move || come_and_go(engine, seed, corpus, done)),
                 scope.spawn({
                     let tenant = tenants[0].clone();
-                    move || keep_house(engine, seed, &tenant, done)
+                    move || keep_house(engine, seed, &tenant, now_ns, done)
+                }),
+                scope.spawn({
+                    let tenant = tenants[1].clone();
+                    move || keep_house(engine, seed + 1, &tenant, now_ns, done)
                 }),
             ];
             let ended: Vec<_> = workers.into_iter().map(|worker| worker.join()).collect();
@@ -188,8 +198,8 @@ fn concurrent_operations_return_correct_pages() {
             }
         });
         assert!(
-            hits.load(Relaxed) > 0,
-            "the test is too weak: no get was a hit"
+            hits.load(Relaxed) > 0 && engine.stats().recompressed_blobs > 0,
+            "the test is too weak: no get was a hit, or no page was recompressed"
         );
         engine.check_invariants();
         drop(tenants);
