@@ -15,7 +15,8 @@ use std::io;
 
 /// Record of a span, which is a group of 1 to 12 adjacent frames of 4 KiB. The lock of the span's
 /// size class, or the lock of free spans, guards the record. A span that is in no list belongs to
-/// the thread that took it out.
+/// the thread that took it out. A span with a raw page is never in a list of its class, and belongs
+/// to the owner of the page's handle.
 #[derive(Debug)]
 pub(super) struct Span {
     /// Bitmap: bit n is 1 if slot n is used.

@@ -54,6 +54,10 @@ const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
 /// go to the fullest spans, and compaction empties the emptiest ones.
 const GROUPS: usize = 8;
 
+/// Largest number of whole pages that a thread reserves or frees under one acquisition of the
+/// heap's locks.
+const PAGES_TOGETHER: usize = 64;
+
 /// Name of the data that the heap's locks guard, for log messages.
 const HEAP: &str = "the heap";
 
@@ -244,7 +248,7 @@ impl<X: Zeroed> Heap<X> {
     /// Reserves a slot of the class `state` for `len` bytes. Returns None if there is no free
     /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes. `release_max` is the
     /// number of idle frames that the call may return to the system
-    /// ([`take_span`](Self::take_span)).
+    /// ([`take_spans`](Self::take_spans)).
     fn reserve_in(
         &self,
         state: &mut ClassState,
@@ -297,24 +301,47 @@ impl<X: Zeroed> Heap<X> {
         result
     }
 
-    /// Reserves frames for whole pages, one for each element of `handles`, under one acquisition of
-    /// the lock. Returns the number of elements that were set. It is smaller if there is no free
-    /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes. The caller then fills
-    /// each reserved frame ([`fill`](Self::fill)) or frees its handle.
+    /// Reserves frames for whole pages, one for each element of `handles`. Takes each lock once for
+    /// PAGES_TOGETHER pages, and holds only one lock at a time. Returns the number of elements that
+    /// were set. It is smaller if there is no free handle, or if the heap's memory would exceed
+    /// `frames_bytes_max` bytes. The caller then fills each reserved frame ([`fill`](Self::fill)) or
+    /// frees its handle.
     pub(crate) fn reserve_pages(&self, handles: &mut [Handle], frames_bytes_max: u64) -> usize {
-        let mut state = self.lock(self.classes.for_len(PAGE_SIZE));
-        // The limit of frames to return to the system applies to all pages together, because the
-        // thread holds the class's lock until the frames for all of them are reserved.
+        let nr = self.classes.for_len(PAGE_SIZE);
+        let class = self.classes.get(nr);
+        // The limit of frames to return to the system applies to all pages together.
         let mut release_max = RELEASE_FRAMES_MAX;
-        for (nr, handle) in handles.iter_mut().enumerate() {
-            let reserved =
-                self.reserve_in(&mut state, PAGE_SIZE, frames_bytes_max, &mut release_max);
-            let Some((reserved, _)) = reserved else {
-                return nr;
-            };
-            *handle = reserved;
+        let mut reserved = 0;
+        for handles in handles.chunks_mut(PAGES_TOGETHER) {
+            let mut spans = [0; PAGES_TOGETHER];
+            let spans = &mut spans[..handles.len()];
+            let taken = self.take_spans(class.frames, spans, frames_bytes_max, &mut release_max);
+            let mut state = self.lock(nr);
+            let mut pages = 0;
+            while pages < taken
+                && let Some(handle) = self.take_handle(&mut state)
+            {
+                handles[pages] = Handle(handle);
+                pages += 1;
+            }
+            state.add_pages(pages);
+            drop(state);
+            for (&Handle(handle), &span) in handles.iter().zip(&spans[..pages]) {
+                let slot = self.span(&class, span).take_slot(class.slots);
+                let place = Place {
+                    span,
+                    slot,
+                    len: PAGE_SIZE,
+                };
+                self.word(handle).store(place.word() + 1, Relaxed);
+            }
+            self.list_idle(&class, &spans[pages..taken]);
+            reserved += pages;
+            if pages < handles.len() {
+                break;
+            }
         }
-        handles.len()
+        reserved
     }
 
     /// Calls `copy` to copy a page to a frame that this thread has reserved. If `copy` returns
@@ -365,26 +392,34 @@ impl<X: Zeroed> Heap<X> {
         self.free_handle(&mut self.free_place(place), handle);
     }
 
-    /// Zeroes and frees the frames of whole pages, and frees their handles, under one acquisition
-    /// of the lock. The caller makes sure that no other thread uses the handles.
+    /// Zeroes and frees the frames of whole pages, and frees their handles. Takes each lock once for
+    /// PAGES_TOGETHER pages, and holds only one lock at a time. The caller makes sure that no other
+    /// thread uses the handles.
     pub(crate) fn free_pages(&self, handles: &[Handle]) {
-        let place_of = |&Handle(handle): &Handle| Place::of(self.word(handle).load(Relaxed));
-        for handle in handles {
-            let place = place_of(handle);
-            assert!(
-                self.is_page(*handle),
-                "free_pages() got the handle of a blob that is not a page"
-            );
-            // SAFETY: no thread reads the frame, because the handle is freed. Compaction never
-            // copies a slot that is the only one of its span.
-            unsafe { zero(self.bytes_at(&self.class_of(place), place), place.len) };
-        }
-        let mut state = self.lock(self.classes.for_len(PAGE_SIZE));
-        for handle in handles {
-            let place = place_of(handle);
-            state.payload_bytes -= place.len as u64;
-            self.free_slot(&mut state, place.span, place.slot);
-            self.free_handle(&mut state, handle.0);
+        let nr = self.classes.for_len(PAGE_SIZE);
+        let class = self.classes.get(nr);
+        for handles in handles.chunks(PAGES_TOGETHER) {
+            let mut spans = [0; PAGES_TOGETHER];
+            let spans = &mut spans[..handles.len()];
+            for (&Handle(handle), span) in handles.iter().zip(&mut *spans) {
+                let place = Place::of(self.word(handle).load(Relaxed));
+                assert_eq!(
+                    place.len, PAGE_SIZE,
+                    "free_pages() got the handle of a blob that is not a page"
+                );
+                // SAFETY: no thread reads the frame, because the handle is freed. Compaction never
+                // copies a slot that is the only one of its span.
+                unsafe { zero(self.bytes_at(&class, place), place.len) };
+                self.span(&class, place.span).free_slot(place.slot);
+                *span = place.span;
+            }
+            let mut state = self.lock(nr);
+            state.remove_pages(handles.len());
+            for &Handle(handle) in handles {
+                self.free_handle(&mut state, handle);
+            }
+            drop(state);
+            self.list_idle(&class, spans);
         }
     }
 
@@ -683,7 +718,7 @@ impl<X: Zeroed> Heap<X> {
         state.used_slots -= 1;
         if s.used.get() == 0 {
             state.spans -= 1;
-            self.free_span(&class, span);
+            self.list_idle(&class, &[span]);
         } else {
             self.list(state, span);
         }
@@ -734,6 +769,20 @@ impl<X: Zeroed> Heap<X> {
 }
 
 impl ClassState {
+    /// Counts whole pages, each in a span of its own. Such spans are full, so they are in no list.
+    fn add_pages(&mut self, pages: usize) {
+        self.spans += pages as u32;
+        self.used_slots += pages as u32;
+        self.payload_bytes += (pages * PAGE_SIZE) as u64;
+    }
+
+    /// Stops counting whole pages, each in a span of its own.
+    fn remove_pages(&mut self, pages: usize) {
+        self.spans -= pages as u32;
+        self.used_slots -= pages as u32;
+        self.payload_bytes -= (pages * PAGE_SIZE) as u64;
+    }
+
     fn group(&self, used: u8) -> Option<usize> {
         (used < self.class.slots)
             .then(|| usize::from(used) * GROUPS / usize::from(self.class.slots))

@@ -31,9 +31,9 @@ pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
 /// batch share one system call.
 pub(super) const RELEASE_SPANS_MAX: usize = 64;
 
-/// Largest number of idle frames that a thread returns to the system while it takes spans under one
-/// acquisition of a size class's lock, in addition to the frames that it needs. Further frames are
-/// returned later, without that lock.
+/// Largest number of idle frames that a thread returns to the system while it takes spans for a
+/// blob or for the raw pages of a put, in addition to the frames that it needs. Further frames are
+/// returned later, by background work.
 pub(super) const RELEASE_FRAMES_MAX: i64 = 64;
 
 #[derive(Debug, Default)]
@@ -47,25 +47,40 @@ pub(super) struct FreeSpans {
 }
 
 impl<X: Zeroed> Heap<X> {
-    /// Takes a free span of `frames` frames for a size class. If the heap's memory would exceed
-    /// `bytes_max` bytes, first returns idle frames to the system: at most the number of frames that
-    /// the span takes from the system, plus `release_max`. Adds the frames that the span takes from
-    /// the system to `release_max`, and subtracts the returned frames. Only whole spans are
-    /// returned, so `release_max` may become slightly negative; later calls then return less.
-    /// Returns None if the heap has no memory for the span.
+    /// Takes a free span of `frames` frames for a size class ([`take_spans`](Self::take_spans)).
     pub(super) fn take_span(
         &self,
         frames: u8,
         bytes_max: u64,
         release_max: &mut i64,
     ) -> Option<u32> {
+        let mut span = [0];
+        let taken = self.take_spans(frames, &mut span, bytes_max, release_max);
+        (taken == 1).then_some(span[0])
+    }
+
+    /// Takes free spans of `frames` frames for a size class, one for each element of `spans`, under
+    /// one acquisition of the lock. If the heap's memory would exceed `bytes_max` bytes, first
+    /// returns idle frames to the system: at most the number of frames that the spans take from the
+    /// system, plus `release_max`. Adds the frames that the spans take from the system to
+    /// `release_max`, and subtracts the returned frames. Only whole spans are returned, so
+    /// `release_max` may become slightly negative; later calls then return less. Returns the number
+    /// of elements that were set. It is smaller if the heap has no memory for all spans.
+    pub(super) fn take_spans(
+        &self,
+        frames: u8,
+        spans: &mut [u32],
+        bytes_max: u64,
+        release_max: &mut i64,
+    ) -> usize {
         let frames_max = bytes_max / FRAME_BYTES as u64;
+        let mut nr = 0;
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
-        let span = loop {
+        while nr < spans.len() {
             let now = self.sums.frames.load(Relaxed);
             let busy = now - self.sums.idle_frames.load(Relaxed);
             if busy + u64::from(frames) > frames_max {
-                return None;
+                break;
             }
             let more = match free.idle[usize::from(frames) - 1] {
                 0 => frames,
@@ -78,17 +93,23 @@ impl<X: Zeroed> Heap<X> {
             let wanted = over.min(allowed.max(0) as u64);
             if wanted == 0 {
                 *release_max = allowed;
-                break match more {
-                    0 => self.take_idle(&mut free, frames)?,
-                    _ => self.take_bare(&mut free, frames)?,
+                let taken = match more {
+                    0 => self.take_idle(&mut free, frames),
+                    _ => self.take_bare(&mut free, frames),
                 };
+                let Some(span) = taken else {
+                    break;
+                };
+                spans[nr] = span;
+                nr += 1;
+                continue;
             }
             let mut batch = Batch::default();
             self.choose_idle(&mut free, wanted, &mut batch);
             if batch.len == 0 {
                 // There is no memory now, because other threads are returning the idle frames to
                 // the system.
-                return None;
+                break;
             }
             drop(free);
             // A batch may have a few more frames than wanted, because spans are not divided. Then
@@ -96,9 +117,8 @@ impl<X: Zeroed> Heap<X> {
             // to the system.
             *release_max -= self.release(batch) as i64;
             free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
-        };
-        drop(free);
-        Some(span)
+        }
+        nr
     }
 
     fn take_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
@@ -153,16 +173,26 @@ impl<X: Zeroed> Heap<X> {
         Some(span)
     }
 
-    /// Takes back a span without used slots, which is all zero, from its class.
-    pub(super) fn free_span(&self, class: &Class, span: u32) {
-        let s = self.span(class, span);
-        s.prev.set(IDLE);
+    /// Takes back spans without used slots, which are all zero, from their class.
+    pub(super) fn list_idle(&self, class: &Class, spans: &[u32]) {
+        let area = self.area(class.frames);
+        // Link the spans before taking the lock. The span that was freed last comes first, because
+        // its memory is most likely in the processor's cache.
+        let mut first = 0;
+        for &span in spans {
+            let s = area.span(span);
+            s.prev.set(IDLE);
+            s.next.set(first);
+            first = span;
+        }
+        let Some(&tail) = spans.first() else {
+            return;
+        };
+        let frames = spans.len() as u64 * u64::from(class.frames);
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         let head = &mut free.idle[usize::from(class.frames) - 1];
-        s.next.set(std::mem::replace(head, span));
-        self.sums
-            .idle_frames
-            .fetch_add(class.frames.into(), Relaxed);
+        area.span(tail).next.set(std::mem::replace(head, first));
+        self.sums.idle_frames.fetch_add(frames, Relaxed);
     }
 
     // ---- returning memory to the system -------------------------------------------------------

@@ -6,6 +6,7 @@ use super::area::IDLE;
 use super::class::HEADER_BYTES;
 use super::spans::{RELEASE_FRAMES_MAX, RELEASE_SPANS_MAX};
 use super::*;
+use crate::fail;
 use crate::tests::rng::{Rng, for_each_seed};
 use std::sync::atomic::AtomicBool;
 
@@ -356,6 +357,36 @@ fn reserved_pages_can_be_filled_and_freed_in_batches() {
     heap.free_pages(kept);
     // `check` also asserts that all freed frames are zero.
     heap.check(0);
+}
+
+/// Lets the memory for frames or handles run out while pages are reserved. All spans without a
+/// handle must be free again.
+#[test]
+fn pages_that_cannot_be_reserved_leave_no_span_behind() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let (mut reserved_all, mut reserved_some) = (0, 0);
+    for seed in 0..40 {
+        let mut handles = [Handle(0); 150];
+        fail::one_in(60, seed);
+        let nr = heap.reserve_pages(&mut handles, BYTES_MAX);
+        fail::one_in(0, 0);
+        heap.check(nr);
+        if nr == handles.len() {
+            reserved_all += 1;
+        } else if nr > 0 {
+            reserved_some += 1;
+        }
+        heap.free_pages(&handles[..nr]);
+        heap.check(0);
+        if seed % 8 == 0 {
+            heap.release_idle();
+        }
+    }
+    assert!(
+        reserved_all > 0 && reserved_some > 0,
+        "the test is too weak: all pages were reserved {reserved_all} times, some {reserved_some} \
+         times"
+    );
 }
 
 #[test]
@@ -861,4 +892,51 @@ fn damaged_span_lists_abort_the_process() {
     ] {
         crate::tests::aborts(&format!("heap::tests::{name}"));
     }
+}
+
+/// Prints the times for which reserving and freeing a raw page holds the heap's locks, with one
+/// thread and with two. Pages are reserved 64 at a time, as puts do, and freed 8 at a time, as
+/// background work does.
+#[test]
+#[ignore = "measures: run it with --release --ignored --nocapture"]
+fn times_of_the_locks_of_raw_pages() {
+    const TURNS: usize = 20_000;
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let nr = heap.classes.for_len(PAGE_SIZE);
+    let class = heap.classes.get(nr);
+    let free_spans = || {
+        let (mut spans, mut release_max) = ([0; PAGES_TOGETHER], RELEASE_FRAMES_MAX);
+        let taken = heap.take_spans(1, &mut spans, BYTES_MAX, &mut release_max);
+        assert_eq!(taken, spans.len());
+        for spans in spans.chunks(8) {
+            heap.list_idle(&class, spans);
+        }
+    };
+    let class_and_handles = || {
+        let mut state = heap.lock(nr);
+        let handles = [(); PAGES_TOGETHER].map(|()| heap.take_handle(&mut state));
+        drop(state);
+        for handles in handles.chunks(8) {
+            let mut state = heap.lock(nr);
+            for handle in handles {
+                let handle = handle.expect("the heap has no free handle");
+                heap.free_handle(&mut state, handle);
+            }
+        }
+    };
+    let measure = |name, threads, turn: &(dyn Fn() + Sync)| {
+        let since = std::time::Instant::now();
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| (0..TURNS).for_each(|_| turn()));
+            }
+        });
+        let ns = since.elapsed().as_nanos() as f64 / (threads * TURNS * PAGES_TOGETHER) as f64;
+        println!("{name}: {ns:.1} ns for each page with {threads} threads");
+    };
+    for threads in [1, 2, 1, 2] {
+        measure("lock of free spans", threads, &free_spans);
+        measure("lock of the class", threads, &class_and_handles);
+    }
+    heap.check(0);
 }
