@@ -9,7 +9,7 @@ use crate::measure::{Ratio, Samples};
 use crate::report::{Results, Target, progress};
 use crate::times::{self, Sized, Times};
 use crate::zram::Zram;
-use crate::{EngineArgs, Part, growth, memory, threads};
+use crate::{EngineArgs, Part, growth, keys, memory, threads};
 use serde_json::{Value, json};
 use tmem_pool::PageHash;
 
@@ -63,6 +63,10 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
             Ok(Ratio::exact(longest_us)),
         );
     }
+    let keys = match args.measures(Part::Keys) {
+        true => Some(keys::run(args.keys, progress)?),
+        false => None,
+    };
     let two = match args.trees.as_slice() {
         [a, b] if args.measures(Part::Servers) => {
             progress("measuring two trees");
@@ -116,6 +120,9 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
         if let Some(load) = &load {
             all.insert("load".into(), load.json());
         }
+        if let Some(keys) = &keys {
+            all.insert("keys".into(), keys::json(keys));
+        }
         all.insert("corpus".into(), json!(classes.join(", ")));
         all.insert("rounds".into(), json!(args.rounds()));
         if let Ok(two) = &two {
@@ -147,6 +154,9 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     results.print();
     if let Some(load) = &load {
         load.print();
+    }
+    if let Some(keys) = &keys {
+        keys::print(keys);
     }
     if let Ok(two) = &two {
         println!(

@@ -10,6 +10,7 @@ mod corpus;
 mod counters;
 mod engine;
 mod growth;
+mod keys;
 mod load;
 mod machine;
 mod measure;
@@ -76,6 +77,9 @@ enum Part {
     Load,
     /// Longest put while a tenant gets millions of objects of one page.
     Growth,
+    /// Times, pauses and memory with 100 million keys. Only --only selects this part: it takes
+    /// several minutes and 4 GiB of memory.
+    Keys,
 }
 
 /// Options of the benchmark of the storage engine.
@@ -101,6 +105,9 @@ struct EngineArgs {
     /// Measure this part only. The report shows the figures of the other parts as not measured.
     #[arg(long, value_name = "PART")]
     only: Option<Part>,
+    /// Number of keys for `--only keys`.
+    #[arg(long, default_value_t = 100_000_000, value_name = "NUMBER")]
+    keys: u64,
     /// Seed of the random choice of files and pages, and of their order.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
@@ -113,7 +120,7 @@ impl EngineArgs {
     fn measures(&self, part: Part) -> bool {
         match self.only {
             Some(only) => only == part,
-            None => !(self.quick && part == Part::Servers),
+            None => part != Part::Keys && !(self.quick && part == Part::Servers),
         }
     }
 
