@@ -202,8 +202,9 @@ pub(crate) const SWEEP_PAGES: usize = 32;
 const _: () = assert!(SWEEP_PAGES >= SWEEP_HANDLES as usize);
 
 /// Largest number of threads that work on the sweep at the same time. Each needs 84 KiB of memory,
-/// which does not count against the pool's size. So many threads recompress 1 TiB in less than half
-/// an hour (docs/benchmarks/engine.md). The others are free for new pages.
+/// which does not count against the pool's size. From the measured rates of one and two threads, so
+/// many recompress 1 TiB in less than half an hour (docs/benchmarks/engine.md). If the daemon has more
+/// background threads, the others are free for new pages.
 pub(crate) const SWEEP_THREADS_MAX: usize = 8;
 
 /// Monotonic time in nanoseconds. The caller of the engine passes it in, so that a simulator can

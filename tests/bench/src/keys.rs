@@ -156,7 +156,7 @@ pub fn run(keys: u64, progress: impl Fn(&str)) -> Result<Vec<Row>, String> {
 /// Gets some batches of the first `batches` batches of each disk, and puts them again.
 fn measure_gets(rig: &Rig, disks: &[Disk], batches: u64, contents: &[Page], get: &mut Calls) {
     let mut out = vec![[0; PAGE_SIZE]; BATCH];
-    for nth in (0..batches).step_by(batches.div_ceil(GETS) as usize) {
+    for nth in (0..batches).step_by(batches.div_ceil(GETS).max(1) as usize) {
         for disk in disks {
             let (object, first) = disk.place(nth);
             get.time(|| drop(disk.guest.get(object, first as usize, &mut out)));

@@ -73,7 +73,9 @@ impl Span {
 
 // SAFETY: all zero is a valid span without used slots.
 unsafe impl Zeroed for Span {}
-// SAFETY: the cells are accessed only under the locks that guard them.
+// SAFETY: the cells are accessed only under the locks that guard them, or by the thread that owns the
+// span. A span changes its owner through one of these locks, or with the last reference to the content
+// of its raw page, which a thread drops with acquire and release order.
 unsafe impl Sync for Span {}
 
 /// All spans with one number of frames. Their numbers begin with 1, because number 0 means no span.
@@ -117,7 +119,8 @@ impl Area {
         self.data.at(offset).as_ptr()
     }
 
-    /// Returns the record of a span. The caller holds the lock that guards the record.
+    /// Returns the record of a span. The caller holds the lock that guards the record, or owns the
+    /// span ([`Span`]).
     pub(super) fn span(&self, span: u32) -> &Span {
         self.spans.get(span)
     }

@@ -20,8 +20,9 @@
 //!
 //! Locks: the lock of a class guards its lists, and all data of its spans and slots except the
 //! stored bytes and the headers of slots. A header is atomic: the thread that has reserved the slot
-//! writes it without the lock. A thread that holds the lock of a class may take the lock of free
-//! spans or the lock of spare handles, but never both.
+//! writes it without the lock. The same applies to the record of a span that is in no list, such as
+//! that of a raw page. A thread that holds the lock of a class may take the lock of free spans or the
+//! lock of spare handles, but never both.
 
 mod area;
 mod class;
@@ -608,7 +609,8 @@ impl<X: Zeroed> Heap<X> {
         &self.areas[usize::from(frames) - 1]
     }
 
-    /// Returns the record of a span of a class. The caller holds the lock that guards the record.
+    /// Returns the record of a span of a class. The caller holds the lock that guards the record, or
+    /// owns the span ([`Span`]).
     fn span(&self, class: &Class, span: u32) -> &Span {
         self.area(class.frames).span(span)
     }

@@ -674,6 +674,63 @@ fn reads_are_correct_during_compaction() {
     });
 }
 
+/// Two threads reserve and fill raw pages, and a third one frees them, while a fourth one stores blobs
+/// and returns idle frames to the system. The records of the spans of raw pages pass from thread to
+/// thread without a lock of the heap.
+#[test]
+fn raw_pages_pass_between_threads() {
+    const PRODUCERS: u64 = 2;
+    let groups = if cfg!(miri) { 4 } else { 2_000 };
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let (sender, receiver) = std::sync::mpsc::channel::<(u64, Vec<Handle>)>();
+    std::thread::scope(|scope| {
+        for producer in 0..PRODUCERS {
+            let (heap, sender) = (&heap, sender.clone());
+            scope.spawn(move || {
+                for group in 0..groups {
+                    let id = producer << 32 | group;
+                    let mut handles = vec![Handle(0); 1 + group as usize % 20];
+                    let nr = heap.reserve_pages(&mut handles, BYTES_MAX / 2);
+                    handles.truncate(nr);
+                    for &handle in &handles {
+                        let fill = |frame: &mut Page| {
+                            frame.fill(id as u8);
+                            true
+                        };
+                        assert!(heap.fill(handle, fill, |_| ()).is_some());
+                    }
+                    sender
+                        .send((id, handles))
+                        .expect("the thread that frees pages has ended");
+                }
+            });
+        }
+        drop(sender);
+        let heap = &heap;
+        scope.spawn(move || {
+            let mut rng = Rng::new(1);
+            for _ in 0..PRODUCERS * groups {
+                let bytes = bytes_of(rng.below(1 << 20), len_of(&mut rng));
+                if let Some(handle) = heap.store(&bytes, BYTES_MAX / 2) {
+                    heap.read(handle, |read| assert_eq!(read, bytes));
+                    heap.free(handle);
+                }
+                heap.release_idle();
+            }
+        });
+        let mut pages = 0;
+        for (id, handles) in receiver {
+            for &handle in &handles {
+                heap.read(handle, |page| assert!(page.iter().all(|&b| b == id as u8)));
+            }
+            pages += handles.len();
+            heap.free_pages(&handles);
+        }
+        assert!(pages > 0, "the test is too weak: no page was reserved");
+    });
+    heap.check(0);
+}
+
 #[test]
 fn heap_waste_is_bounded_after_churn_and_mass_deletion() {
     // Returns a random length of a stored page in bytes. The distribution was measured for real
