@@ -147,8 +147,8 @@ impl Sweep {
         progress.next < progress.due(now, handles)
     }
 
-    /// Takes working memory for the calling thread. Returns None if SWEEP_THREADS_MAX threads have some, or if
-    /// the system has no memory.
+    /// Takes working memory for the calling thread. Returns None if SWEEP_THREADS_MAX threads have
+    /// some, or if the system has no memory.
     fn take_recompressor(&self) -> Option<Recompressor> {
         let mut all = self.recompressors();
         if let Some(free) = all.free.pop() {

@@ -318,7 +318,7 @@ fn a_blob_is_recompressed_once_by_two_threads() {
         let Content::Blob(blob) = content else {
             panic!("the page does not compress");
         };
-        let visit = |store: &Store| {
+        let visit = move |store: &Store| {
             let mut pages = [[0; PAGE_SIZE]; 2];
             let mut denser = Denser::new().unwrap();
             store.recompress_if_cold(blob, HEAP_BYTES, &mut denser, &mut pages)
