@@ -373,8 +373,9 @@ static bool is_visible(struct block_device *bdev)
  * Makes the area of a file system. The caller holds @bdev until tmem_area_free(). @from_start: the
  * file system is being mounted, and no write of it has been missed. Sleeps.
  *
- * Returns NULL and sets @why if there is no memory, or no free block number (16 TiB in all areas).
- * The same happens if the device has writes that are no bios, or if another area has a part of it.
+ * Returns NULL and sets @why in these cases: there is no memory; there is no free block number
+ * (16 TiB in all areas); programs can write to the device without a bio, as with DAX; another area
+ * has a part of the device.
  */
 struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_device *bdev,
 				bool from_start, const char **why)

@@ -191,9 +191,9 @@ pub(crate) const SWEEP_NS: u64 = 600_000_000_000;
 /// all handles of the heap, each of which may have a stored page.
 pub(crate) const SWEEP_STEP: u32 = 256;
 
-/// Number of handles that a thread of the sweep takes at a time. It takes them under a lock that all
-/// threads of the sweep share, for less than 50 ns. Visiting so many handles takes 1 µs if no page
-/// is cold, and 200 to 400 µs if all of them are.
+/// Number of handles that a thread of the sweep takes at a time. The thread takes them under a lock
+/// that all threads of the sweep use, and holds it for less than 50 ns. The thread then visits the
+/// handles, which takes 1 µs if no page is cold, and 200 to 400 µs if all pages are cold.
 pub(crate) const SWEEP_HANDLES: u32 = 16;
 
 /// Largest number of cold pages that a thread recompresses with zstd in one step of the sweep. That
