@@ -95,7 +95,8 @@ def observed() -> Iterator[dict[str, Any]]:
         facts: dict[str, Any] = {
             "processor": processor_model(),
             "processors": os.cpu_count(),
-            "host_kernel": platform.release(),
+            # Without the suffix, which names the builder of the kernel and not its version.
+            "host_kernel": platform.release().partition("-")[0],
             "idle_processors": idle,
             "load_1min_before": round(load, 2),
         }
