@@ -23,10 +23,7 @@ from harness.wait import Deadline
 MAGIC = 0x31414D54
 HEADER = struct.Struct("<IIIIQ")  # fields: magic, type, id, length, arg
 PAYLOAD_MAX = 256 << 10  # size of the agent's buffer, and so of a frame's data
-# Pause between attempts while a guest boots. A guest loses a ping that comes before its agent, so
-# benchmarks cannot measure a boot more exactly than this. A native guest boots in a second.
-PING_SECONDS = 0.25
-NATIVE_PING_SECONDS = 0.01
+PING_SECONDS = 0.25  # pause between attempts, because a guest loses a ping before its agent runs
 
 
 class Type(enum.IntEnum):
@@ -72,7 +69,6 @@ class Channel:
 
         `host_end` is the path of QEMU's socket, or a socket that is connected to a native guest.
         """
-        self._ping_seconds = PING_SECONDS if isinstance(host_end, Path) else NATIVE_PING_SECONDS
         self._send_lock = threading.Lock()  # held while one frame is sent
         self._inbox_lock = threading.Lock()  # guards _inboxes, _next_id and _closed
         self._inboxes: dict[int, Inbox] = {}
@@ -97,7 +93,7 @@ class Channel:
         mark = HEADER.pack(MAGIC, Type.PONG, 0, 0, nonce)
         head, tail = mark[:12], mark[16:]
         data = b""
-        self._socket.settimeout(self._ping_seconds)
+        self._socket.settimeout(PING_SECONDS)
         while True:
             deadline.check()
             check()
