@@ -451,6 +451,7 @@ static inline bool tmem_answered_lately(struct tmem_dev *dev)
 extern struct tmem_dev __rcu *tmem_device;
 extern struct tmem_check_keys tmem_keys;
 
+bool tmem_dev_exists(void);
 struct tmem_dev *tmem_dev_get(void);
 void tmem_dev_put(struct tmem_dev *dev);
 int tmem_dev_users_init(struct tmem_dev *dev);

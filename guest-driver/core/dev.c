@@ -10,6 +10,12 @@
 struct tmem_dev __rcu *tmem_device;
 struct tmem_check_keys tmem_keys;
 
+/* Returns whether there is a device. Context: any. */
+bool tmem_dev_exists(void)
+{
+	return rcu_access_pointer(tmem_device);
+}
+
 /* Returns the device, with a reference for use across a sleep, or NULL if there is none. */
 struct tmem_dev *tmem_dev_get(void)
 {

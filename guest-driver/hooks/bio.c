@@ -269,7 +269,8 @@ static bool fill(struct bio *bio, u64 deadline_ns)
 
 /*
  * Begins a read. @deadline_ns is 0 if the disk has to read it, and TMEM_FILL_FIRST if it was not
- * submitted before. Returns true if the bio has ended, or will end later.
+ * submitted before. Returns true if the bio has ended, or will end later. Without a device, nothing
+ * is recorded, because no page can be put.
  */
 static bool begin_read(struct bio *bio, u64 deadline_ns)
 {
@@ -281,7 +282,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 	u64 at;
 
 	/* dm uses bi_private of a polled bio. */
-	if (bio->bi_opf & REQ_POLLED || is_encoded(bio) || !bio->bi_end_io ||
+	if (!tmem_dev_exists() || bio->bi_opf & REQ_POLLED || is_encoded(bio) || !bio->bi_end_io ||
 	    !bio_sectors(bio) || !folio_test_locked(page_folio(bio_page(bio))))
 		return false;
 	if (deadline_ns && fill(bio, deadline_ns))
@@ -351,10 +352,11 @@ static void begin_pages(struct tracked *t)
 
 static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 {
-	bool pages = bio_op(bio) == REQ_OP_WRITE && !is_encoded(bio), in_area;
+	bool pages = bio_op(bio) == REQ_OP_WRITE && !is_encoded(bio) && tmem_dev_exists();
 	u64 from, bytes = (u64)nr << SECTOR_SHIFT;
 	struct tracked *t = NULL;
 	unsigned int nr_pages;
+	bool in_area;
 
 	if (pages) {
 		nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);

@@ -119,6 +119,7 @@ def test_driver_without_a_device_puts_nothing(
             drop_pages(guest)
         counters = stats(guest)
         assert counters["puts"] == counters["gets"] == counters["index_pages"] == 0
+        assert counters["blocks_read"] == 0, "the driver recorded reads without a device"
         assert counters["memory_bytes"] < budget(guest) // 8, (
             "the driver allocated rings or bounce pages without a device"
         )
