@@ -333,6 +333,9 @@ class Rivals(Workload):
 
     def measure(self, arm: str, repetition: int) -> Measured:
         fleet = self.fleets[arm]
+        # The arm with the host's page cache leaves dirty pages. Writing them out would delay the
+        # arm that is measured after it, which is always the same one.
+        os.sync()
         before = fleet.counters()
         out: Measured = {}
         if fleet.ksm:
