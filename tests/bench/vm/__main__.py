@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.vm import demo, native, proof
+from bench.vm import autosize, demo, native, proof
 from harness.paths import HarnessError
 
-PROGRAMS = {"demo": demo, "native": native, "proof": proof}
+PROGRAMS = {"autosize": autosize, "demo": demo, "native": native, "proof": proof}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

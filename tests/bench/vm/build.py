@@ -66,7 +66,7 @@ def image(path: Path) -> Path:
 class Build(Paired):
     """Workload in which make compiles object files of Lua in a guest, again and again."""
 
-    arms = (WITHOUT, WITH, PROBE)
+    arms: tuple[str, ...] = (WITHOUT, WITH, PROBE)
     key = "build"
     title = "compilation with little RAM"
     seconds = 150

@@ -114,9 +114,12 @@ def walk() -> Iterator[tuple[Path, int]]:
 
 
 def choose(
-    files: list[tuple[Path, int]], count: int = len(NAMES), set_bytes: int = SIZES.set_bytes
+    files: list[tuple[Path, int]],
+    count: int = len(NAMES),
+    set_bytes: int = SIZES.set_bytes,
+    common: float = SHARED_FRACTION,
 ) -> list[list[Path]]:
-    """Returns a list of files for each VM. All lists share SHARED_FRACTION of their bytes."""
+    """Returns a list of files for each VM. All lists share the fraction `common` of their bytes."""
     order = list(files)
     random.Random(SEED).shuffle(order)
     source = iter(order)
@@ -126,8 +129,7 @@ def choose(
         while size < limit_bytes:
             entry = next(source, None)
             if entry is None:
-                own = count * (1 - SHARED_FRACTION)
-                needed = size_text(set_bytes * (SHARED_FRACTION + own))
+                needed = size_text(set_bytes * (common + count * (1 - common)))
                 raise HarnessError(
                     f"this machine's {', '.join(TREES)} are too small: "
                     f"the {count} working sets need files of {needed}"
@@ -136,9 +138,9 @@ def choose(
             size += entry[1]
         return taken
 
-    common = take(set_bytes * SHARED_FRACTION)
-    rests = [take(set_bytes * (1 - SHARED_FRACTION)) for _ in range(count)]
-    return [common + rest for rest in rests]
+    shared = take(set_bytes * common)
+    rests = [take(set_bytes * (1 - common)) for _ in range(count)]
+    return [shared + rest for rest in rests]
 
 
 class Trees:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ class Spec:
     parameters: str = ""  # module parameters of the driver
     direct: bool = True  # False: the disks go through the host's page cache
     sqlite: bool = False
+    files: Mapping[str, Path] = field(default_factory=dict)  # more programs in the guest
     merge: bool | None = None  # whether KSM may merge the memory in QEMU; None: it is shared
 
 
@@ -85,7 +86,12 @@ class Host(Protocol):
 
 def _files(spec: Spec) -> dict[str, Path]:
     bench = guest_program(TESTS / "guest/bench.c")
-    return {BENCH: bench, FIO: fio.program(), **(sqlite_files() if spec.sqlite else {})}
+    return {
+        BENCH: bench,
+        FIO: fio.program(),
+        **(sqlite_files() if spec.sqlite else {}),
+        **spec.files,
+    }
 
 
 def check_on(vm: Vm | NativeVm) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class Paired(Workload):
     throttle: disk.Throttle | None = disk.CLOUD_VOLUME
     sum_of: str | None = disks.SET  # file whose checksum is compared at the end
     guests = 1  # number of guests of each arm
+    pooled: tuple[str, ...] = (WITH,)  # arms whose guests have the pool
+    files: Mapping[str, Path] = {}  # more programs in the guests
 
     def __init__(self) -> None:
         self.all_boxes: dict[str, list[Box]] = {}
@@ -96,9 +99,8 @@ class Paired(Workload):
         if loads:
             requests = disks.loads_image(lab.directory / "loads.img", loads)
         numbers = range(self.guests)
-        daemon = lab.daemon(
-            *(f"{WITH}{number}" for number in numbers), pool_bytes=POOL_BYTES * self.guests
-        )
+        names = [f"{arm}{number}" for arm in self.pooled for number in numbers]
+        daemon = lab.daemon(*names, pool_bytes=POOL_BYTES * len(names))
         for arm in self.arms:
             self.all_boxes[arm] = []
             for number in numbers:
@@ -114,9 +116,10 @@ class Paired(Workload):
                     name=name,
                     ram_bytes=self.ram_of(arm),
                     disks=tuple(images),
-                    daemon=daemon if arm == WITH else None,
+                    daemon=daemon if arm in self.pooled else None,
                     direct=self.throttle is not None,
                     sqlite=self.sqlite,
+                    files=self.files,
                 )
                 box = lab.guest(spec)
                 box.mount_set(options="rw" if self.writable else "ro")
@@ -153,7 +156,7 @@ class Paired(Workload):
     def check(self) -> None:
         if not self.sum_of:
             return
-        for box in self.all_boxes.get(WITH, []):
+        for box in (box for arm in self.pooled for box in self.all_boxes.get(arm, [])):
             found = box.sh(f"sha256sum {DATA}/{self.sum_of}").split()[0]
             if found != self._sum:
                 raise HarnessError(f"{self.key}, {box.vm.name}: the file's SHA-256 is wrong")
