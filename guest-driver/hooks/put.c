@@ -139,8 +139,7 @@ static void put_marked(struct page *page, bool workingset)
 		goto out;
 	area = tmem_area_of(block);
 	fs = area ? tmem_fs_find(area->sb) : NULL;
-	if (!fs || !READ_ONCE(tmem_hooks_on) || !READ_ONCE(fs->live) ||
-	    tmem_pool_is_wrong(fs->pool)) {
+	if (!fs || !READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool)) {
 		tmem_count(TMEM_STAT_puts_skipped_off);
 		goto out;
 	}
