@@ -223,8 +223,7 @@ void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr)
 	if (!end_interval(disk, sector, nr, false))
 		return;
 	tmem_count(TMEM_STAT_blocks_unseen);
-	if (!READ_ONCE(tmem_fs_stopped))
-		queue_delayed_work(tmem_system_wq, &drain_work, DRAIN_PERIOD);
+	queue_delayed_work(tmem_system_wq, &drain_work, DRAIN_PERIOD);
 }
 
 /*
@@ -490,20 +489,11 @@ int tmem_areas_init(void)
 	return 0;
 }
 
-/*
- * Drains no disk any more, after tmem_fs_stop(). Without the hook of unmounts, a disk could be
- * freed during its drain. A disk that does not answer delays this function.
- */
-void tmem_areas_stop(void)
-{
-	cancel_delayed_work_sync(&drain_work);
-}
-
 /* Frees the tables, after all hooks and areas were removed. */
 void tmem_areas_exit(void)
 {
 	unregister_pm_notifier(&pm_block);
-	tmem_areas_stop();
+	cancel_delayed_work_sync(&drain_work);
 	cancel_delayed_work_sync(&ram_work);
 	tmem_records_exit();
 }

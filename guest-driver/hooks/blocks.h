@@ -98,7 +98,6 @@ struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_devic
 				bool from_start, const char **why);
 void tmem_area_free(struct tmem_area *area);
 int tmem_areas_init(void);
-void tmem_areas_stop(void);
 void tmem_areas_exit(void);
 
 /* --- fill.c -------------------------------------------------------------------------------- */

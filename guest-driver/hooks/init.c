@@ -117,7 +117,6 @@ static bool hooks_down(void)
 
 	WRITE_ONCE(tmem_hooks_on, false);
 	tmem_fs_stop();
-	tmem_areas_stop();
 	if (probes_on)
 		tmem_probes_unregister();
 	probes_on = false;
