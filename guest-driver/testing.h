@@ -23,6 +23,7 @@
 extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
 extern unsigned int tmem_inject_nomem_device;
+extern unsigned int tmem_inject_nomem_states;
 extern unsigned int tmem_inject_more_queues;
 extern unsigned int tmem_inject_memory_error;
 extern unsigned int tmem_inject_corrupt;
@@ -38,10 +39,18 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
  * waits, and the test sets it back to NO to release the task.
  */
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
+/* TMEM_HOLD_CLOCK(place, deadline_ns) - the same; returns the deadline, later by that time */
+#define TMEM_HOLD_CLOCK(place, deadline_ns) tmem_hold_clock(&tmem_hold_##place, deadline_ns)
+/* TMEM_HOLD_ATOMIC(place) - the same for a task that must not sleep; another processor is free */
+#define TMEM_HOLD_ATOMIC(place)	tmem_hold_atomic(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
 extern unsigned int tmem_hold_submit, tmem_hold_fill, tmem_hold_free;
+extern unsigned int tmem_hold_drain, tmem_hold_put, tmem_hold_selftest, tmem_hold_write;
+extern unsigned int tmem_hold_choice, tmem_hold_forbid;
 void tmem_hold(unsigned int *place);
+void tmem_hold_atomic(unsigned int *place);
+u64 tmem_hold_clock(unsigned int *place, u64 deadline_ns);
 
 extern unsigned long tmem_test_index_bytes;
 /* Returns the limit of the index in bytes, which a test may lower. */
@@ -122,6 +131,15 @@ enum tmem_block_check {
 	TMEM_CHECK_DIRTY,	/* a page that becomes dirty voids its record */
 	TMEM_CHECK_RESUME,	/* a guest that continues after a hibernation erases its records */
 	TMEM_CHECK_RENEW,	/* tables that replace others begin an interval of each area */
+	TMEM_CHECK_SECOND_HASH,	/* a block is in flight only if both its counters say so */
+	TMEM_CHECK_LATEST,	/* of two writes of a page, only the later one is recorded */
+	TMEM_CHECK_FORMER,	/* a write that outlives its area erases again at its end */
+	TMEM_CHECK_NUMBERS,	/* block numbers are used again without records */
+	TMEM_CHECK_FILL_EPOCH,	/* no hit of a get whose area was drained meanwhile */
+	TMEM_CHECK_GRACE,	/* a policy waits for puts that missed it */
+	TMEM_CHECK_WRITE_SEQ,	/* no record of a write that overlaps another one */
+	TMEM_CHECK_GET_WRITTEN,	/* no get while a write of the block is in flight */
+	TMEM_CHECK_SERVED,	/* no get of an area before its drain has ended */
 	NR_TMEM_BLOCK_CHECKS
 };
 
@@ -151,6 +169,8 @@ int tmem_test_pool(struct tmem_key *key, const char *name);
 
 #define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* without TEST=1, no fault occurs */
 #define TMEM_HOLD(place)	((void)sizeof(#place))
+#define TMEM_HOLD_CLOCK(place, deadline_ns)	((void)sizeof(#place), (deadline_ns))
+#define TMEM_HOLD_ATOMIC(place)	((void)sizeof(#place))
 #define TMEM_WITHOUT(check)	(sizeof(#check) == 0)
 #define TMEM_TEST_CHECK(condition)	((void)sizeof(condition))
 #define TMEM_TEST_COUNT(what)	((void)sizeof(#what))

@@ -264,6 +264,7 @@ static void drain_area(struct tmem_area *area)
 
 	area->busy = true;
 	mutex_unlock(&areas_lock);
+	TMEM_HOLD(drain);
 	if (!TMEM_WITHOUT(DRAIN))
 		tmem_drain_queue(area->disk->queue);
 	tmem_area_erase(area->disk, area->start, (sector_t)area->nr * TMEM_BLOCK_SECTORS, true);
@@ -448,7 +449,8 @@ void tmem_area_free(struct tmem_area *area)
 	 * put for the other area. The lock is held until then.
 	 */
 	synchronize_rcu_expedited();
-	tmem_record_erase(area->first, area->nr);
+	if (!TMEM_WITHOUT(NUMBERS))
+		tmem_record_erase(area->first, area->nr);
 	mutex_unlock(&areas_lock);
 	kfree_rcu(area, rcu);
 }

@@ -156,7 +156,8 @@ static void add_states(struct tracked *t, unsigned int nr_pages, gfp_t gfp)
 
 	t->more = kcalloc(nr_pages / STATES, sizeof(*t->more), gfp);
 	while (t->more && t->nr_pages < nr_pages) {
-		states = kmalloc_array(STATES, sizeof(*states), gfp);
+		states = TMEM_INJECT(nomem_states) ? NULL :
+			 kmalloc_array(STATES, sizeof(*states), gfp);
 		if (!states)
 			break;
 		t->more[t->nr_pages / STATES - 1] = states;
@@ -346,6 +347,8 @@ static void begin_pages(struct tracked *t)
 	/* A put that found a record has ended, and no other one begins until the write ends. */
 	first = block_at(t, place(t, &bio->bi_iter));
 	last = block_at(t, at + bv.bv_len - 1);
+	if (in_task() && !(current->flags & PF_KTHREAD))
+		TMEM_HOLD(write);
 	if (!TMEM_WITHOUT(FORGET))
 		tmem_area_forget(t->sb, first - t->area_first, last - first + 1, false);
 }
@@ -503,7 +506,7 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 		tmem_record_long_end(t->long_write);
 	} else if (!end_pages(t, budget)) {
 		return false;
-	} else if (t->write && !is_same_epoch(t)) {
+	} else if (t->write && !is_same_epoch(t) && !TMEM_WITHOUT(FORMER)) {
 		/*
 		 * The blocks may have another area since, whose drain does not wait for a bio that
 		 * a throttle holds back, nor for bios of stacked disks. An entry may be older than

@@ -83,7 +83,7 @@ static inline bool tmem_area_works(const struct tmem_area *area)
 {
 	u32 epoch = area ? READ_ONCE(area->epoch) : 0;
 
-	return epoch && READ_ONCE(area->served) == epoch;
+	return epoch && (READ_ONCE(area->served) == epoch || TMEM_WITHOUT(SERVED));
 }
 
 const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sector, sector_t nr);

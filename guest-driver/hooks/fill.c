@@ -336,7 +336,8 @@ static bool fill_end(struct fill *fill)
 	 * the page may be one that was put during the next drain.
 	 */
 	if (tmem_pool_is_wrong(fill->fs->pool) ||
-	    tmem_area_epoch(bio->bi_bdev->bd_disk, fill->area_start) != fill->epoch)
+	    (tmem_area_epoch(bio->bi_bdev->bd_disk, fill->area_start) != fill->epoch &&
+	     !TMEM_WITHOUT(FILL_EPOCH)))
 		bitmap_zero(fill->want, nr);
 	verify = !bitmap_empty(fill->want, nr) &&
 		 tmem_verify_due(fill->fs, bitmap_weight(fill->want, nr));
@@ -425,6 +426,7 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 		goto put;
 	part = choose(fs, block, nr, &from, &suffix);
 	TMEM_HOLD(fill);
+	deadline_ns = TMEM_HOLD_CLOCK(choice, deadline_ns);
 	if (!part)
 		goto put;
 	if (atomic_inc_return(&nr_fills) <= FILLS_MAX)

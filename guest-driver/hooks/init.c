@@ -183,6 +183,7 @@ static int hooks_up(void)
 		return err;
 	}
 	ftrace_on = true;
+	TMEM_HOLD(selftest);
 	why = tmem_selftest_run();
 	if (why) {
 		tmem_hooks_off("self-test: %s", why);

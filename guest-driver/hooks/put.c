@@ -145,6 +145,8 @@ static void put_marked(struct page *page, bool workingset)
 	}
 	put.pool = fs->pool;
 	put.first = area->first;
+	if (preemptible())
+		TMEM_HOLD_ATOMIC(put);
 	/* The copy is in the scratch page of this processor, which interrupts do not use. */
 	preempt_disable();
 	if (tmem_evicted_read(&put.evicted))

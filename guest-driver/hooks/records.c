@@ -188,7 +188,8 @@ static bool is_in_long_write(u32 block)
 /* Returns whether a write of a block may be in flight. The caller holds the lock of its set. */
 static bool is_written(u32 block)
 {
-	return (atomic_read(writes_of(block, false)) && atomic_read(writes_of(block, true))) ||
+	return (atomic_read(writes_of(block, false)) &&
+		(atomic_read(writes_of(block, true)) || TMEM_WITHOUT(SECOND_HASH))) ||
 	       is_in_long_write(block);
 }
 
@@ -363,8 +364,9 @@ void tmem_record_flush(u32 block, u32 seq, u64 check, struct page *page)
 	set = lock_set(block, &flags);
 	record = find(set, block);
 	/* Another write from the page, to another block, takes the hint that a change needs. */
-	alone = !READ_ONCE(closed) && record && record->seq == seq && hint &&
-		READ_ONCE(*hint) == block;
+	alone = !READ_ONCE(closed) && record &&
+		(record->seq == seq || TMEM_WITHOUT(WRITE_SEQ)) && hint &&
+		(READ_ONCE(*hint) == block || TMEM_WITHOUT(LATEST));
 	if (record && !TMEM_WITHOUT(ERASE))
 		erase(set, record);
 	if (!alone) {
@@ -495,7 +497,7 @@ u32 tmem_record_get(u32 block)
 	set = open_set(block, &flags);
 	if (!set)
 		return 0;
-	if (!is_written(block))
+	if (!is_written(block) || TMEM_WITHOUT(GET_WRITTEN))
 		seq = find_or_add(set, block)->seq;
 	unlock_set(set, flags);
 	return seq;
@@ -681,6 +683,7 @@ void tmem_record_forbid(void)
 
 	/* Wait for tmem_record_leave(). */
 	synchronize_rcu_expedited();
+	TMEM_HOLD(forbid);
 	/* Tables that replace these meanwhile have no mark of before. */
 	do {
 		rcu_read_lock();
@@ -692,7 +695,8 @@ void tmem_record_forbid(void)
 		cond_resched();
 	} while (end < words);
 	/* Wait for puts that have taken a mark before. */
-	synchronize_rcu_expedited();
+	if (!TMEM_WITHOUT(GRACE))
+		synchronize_rcu_expedited();
 }
 
 /* Moves the hints of a folio that page migration moves to another folio of the same size. */

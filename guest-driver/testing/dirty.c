@@ -23,8 +23,18 @@
 /* A block that no area has. */
 #define BLOCK	(U32_MAX - 1)
 
-/* Time at which the page becomes dirty: before its write, between its ends, or afterwards. */
-enum { DIRTY_NOT, DIRTY_BEFORE, DIRTY_DURING, DIRTY_AFTER, NR_DIRTY };
+/* Number of blocks below BLOCK that no area has either. */
+#define BLOCKS	1000000
+
+/*
+ * Time at which the page becomes dirty: before its write, between its ends, or afterwards. TWICE:
+ * afterwards, and it was written to two blocks at the same time. NOT_OVERTAKEN: never, but another
+ * write of the block begins and ends during its write.
+ */
+enum {
+	DIRTY_NOT, DIRTY_BEFORE, DIRTY_DURING, DIRTY_AFTER, DIRTY_TWICE, DIRTY_NOT_OVERTAKEN,
+	NR_DIRTY
+};
 
 static char verdicts[NR_DIRTY + 1];
 
@@ -40,31 +50,41 @@ static char try(struct page *page, int when)
 	u64 check = tmem_check64_page(&tmem_keys, bytes);
 	struct tmem_evicted evicted = { .page = page };
 	bool equal = false;
-	u32 seq;
+	u32 seq, block;
 
 	kunmap_local(bytes);
 	if (when == DIRTY_BEFORE)
 		SetPageDirty(page);
 	seq = tmem_record_write(BLOCK, page);
+	if (when == DIRTY_TWICE)
+		tmem_record_write(BLOCK - 1, page);
+	if (when == DIRTY_NOT_OVERTAKEN) {
+		tmem_record_write_range(BLOCK, 1, true);
+		tmem_record_write_range(BLOCK, 1, false);
+	}
 	if (when == DIRTY_DURING)
 		SetPageDirty(page);
 	if (seq)
 		tmem_record_flush(BLOCK, seq, check, page);
 	else
 		tmem_record_write_range(BLOCK, 1, false);
-	if (when == DIRTY_AFTER) {
+	if (when == DIRTY_TWICE)
+		tmem_record_write_range(BLOCK - 1, 1, false);
+	if (when == DIRTY_AFTER || when == DIRTY_TWICE) {
 		SetPageDirty(page);
 		tmem_record_dirty(folio);
 	}
 	ClearPageDirty(page);
 	tmem_record_leave(folio, true);
 	rcu_read_lock();
+	block = tmem_record_free(page);
 	preempt_disable();
 	if (tmem_evicted_read(&evicted))
-		equal = tmem_record_compare(tmem_record_free(page), &evicted, put, NULL);
+		equal = tmem_record_compare(when == DIRTY_TWICE ? BLOCK : block, &evicted, put,
+					    NULL);
 	preempt_enable();
 	rcu_read_unlock();
-	tmem_record_erase(BLOCK, 1);
+	tmem_record_erase(BLOCK - 1, 2);
 	return equal ? 'p' : '-';
 }
 
@@ -92,7 +112,37 @@ static const struct kernel_param_ops dirty_ops = {
 	.get = get_verdicts,
 };
 module_param_cb(test_blocks_dirty, &dirty_ops, NULL, 0644);
-MODULE_PARM_DESC(test_blocks_dirty, "TEST: a write tests the rule Dirty of hooks/blocks.h; reads as p (put) or - (refused) for a page that becomes dirty never, before, during and after its write");
+MODULE_PARM_DESC(test_blocks_dirty, "TEST: a write tests the rule Dirty of hooks/blocks.h; reads as p (put) or - (refused) for a page that becomes dirty never, before, during and after its write, after two writes to different blocks, and never, but with another write of its block meanwhile");
+
+static unsigned int refused;
+
+/* Counts the blocks whose writes keep gets of BLOCK from the host. */
+static int run_in_flight(const char *val, const struct kernel_param *kp)
+{
+	u32 i;
+
+	refused = 0;
+	for (i = 1; i <= BLOCKS; i++) {
+		tmem_record_write_range(BLOCK - i, 1, true);
+		refused += !tmem_record_get(BLOCK);
+		tmem_record_write_range(BLOCK - i, 1, false);
+		cond_resched();
+	}
+	tmem_record_erase(BLOCK, 1);
+	return 0;
+}
+
+static int get_refused(char *buffer, const struct kernel_param *kp)
+{
+	return sysfs_emit(buffer, "%u\n", refused);
+}
+
+static const struct kernel_param_ops in_flight_ops = {
+	.set = run_in_flight,
+	.get = get_refused,
+};
+module_param_cb(test_blocks_in_flight, &in_flight_ops, NULL, 0644);
+MODULE_PARM_DESC(test_blocks_in_flight, "TEST: a write begins and ends writes of a million other blocks one by one; reads as the number of them during which a block was not got from the host");
 
 /* Calls a function with the first folio of a file, which is locked and in the page cache. */
 static int change_file(const char *val, void (*change)(struct folio *folio))

@@ -4,6 +4,7 @@
  * testing.h is the interface that the driver calls.
  */
 #include <linux/delay.h>
+#include <linux/ktime.h>
 #include <linux/module.h>
 #include <linux/moduleparam.h>
 #include <linux/slab.h>
@@ -11,7 +12,7 @@
 #include <linux/sysfs.h>
 
 #include "../core/budget.h"
-#include "../hooks/hooks.h"
+#include "../hooks/fs.h"
 #include "../testing.h"
 
 /* Interval in ms at which a stopped task checks whether the test has released it. */
@@ -29,6 +30,10 @@ MODULE_PARM_DESC(inject_nomem, "TEST: every n'th put finds no memory for the ind
 unsigned int tmem_inject_nomem_device;
 module_param_named(inject_nomem_device, tmem_inject_nomem_device, uint, 0644);
 MODULE_PARM_DESC(inject_nomem_device, "TEST: every n'th set-up of a device finds no memory for bounce pages");
+
+unsigned int tmem_inject_nomem_states;
+module_param_named(inject_nomem_states, tmem_inject_nomem_states, uint, 0644);
+MODULE_PARM_DESC(inject_nomem_states, "TEST: every n'th allocation of states for the pages of a long bio fails");
 
 unsigned int tmem_inject_more_queues;
 module_param_named(inject_more_queues, tmem_inject_more_queues, uint, 0644);
@@ -86,6 +91,8 @@ bool tmem_inject(atomic_t *calls, unsigned int every)
 
 unsigned int tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
 unsigned int tmem_hold_submit, tmem_hold_fill, tmem_hold_free;
+unsigned int tmem_hold_drain, tmem_hold_put, tmem_hold_selftest, tmem_hold_write;
+unsigned int tmem_hold_choice, tmem_hold_forbid;
 module_param_named(test_hold_feeder, tmem_hold_feeder, uint, 0644);
 MODULE_PARM_DESC(test_hold_feeder, "TEST: 1: stop the feeder thread when it is next woken; reads 2 while it waits; 0: let it continue");
 
@@ -99,6 +106,18 @@ module_param_named(test_hold_fill, tmem_hold_fill, uint, 0644);
 MODULE_PARM_DESC(test_hold_fill, "TEST: 1: stop the next read of held blocks before it looks at their records; reads 2 while it waits; 0: let it continue");
 module_param_named(test_hold_free, tmem_hold_free, uint, 0644);
 MODULE_PARM_DESC(test_hold_free, "TEST: 1: stop the next task that frees a page which has left the page cache, before the page is put; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_choice, tmem_hold_choice, uint, 0644);
+MODULE_PARM_DESC(test_hold_choice, "TEST: 1: stop the next read of held blocks where test_hold_fill does, but stop the clock of its deadline, too; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_forbid, tmem_hold_forbid, uint, 0644);
+MODULE_PARM_DESC(test_hold_forbid, "TEST: 1: stop the next task that sets the policy of a file, before it deletes the marks of pages that have left the page cache; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_write, tmem_hold_write, uint, 0644);
+MODULE_PARM_DESC(test_hold_write, "TEST: 1: stop the next process that writes to a served disk, after the records were erased and before the index entries; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_drain, tmem_hold_drain, uint, 0644);
+MODULE_PARM_DESC(test_hold_drain, "TEST: 1: stop the next drain of a disk, after its interval has begun and before it waits for requests; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_put, tmem_hold_put, uint, 0644);
+MODULE_PARM_DESC(test_hold_put, "TEST: 1: stop the next put of a page, after all decisions that do not depend on its bytes; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_selftest, tmem_hold_selftest, uint, 0644);
+MODULE_PARM_DESC(test_hold_selftest, "TEST: 1: stop before the next self-test; reads 2 while it waits; 0: let it continue");
 
 /**
  * tmem_hold() - stop the calling task if a test requests it
@@ -112,6 +131,36 @@ void tmem_hold(unsigned int *place)
 		return;
 	while (READ_ONCE(*place))
 		msleep(TMEM_HOLD_MS);
+}
+
+/**
+ * tmem_hold_clock() - stop the calling task if a test requests it, without using up its time
+ * @place: parameter
+ * @deadline_ns: time at which the task must have ended
+ *
+ * Return: the deadline, later by the time for which the task was stopped.
+ * Context: process, sleeps.
+ */
+u64 tmem_hold_clock(unsigned int *place, u64 deadline_ns)
+{
+	u64 begin_ns = ktime_get_ns();
+
+	tmem_hold(place);
+	return deadline_ns + ktime_get_ns() - begin_ns;
+}
+
+/**
+ * tmem_hold_atomic() - stop the calling task, which must not sleep, if a test requests it
+ * @place: parameter
+ *
+ * Context: any, with interrupts on.
+ */
+void tmem_hold_atomic(unsigned int *place)
+{
+	if (cmpxchg(place, TMEM_HOLD_WANTED, TMEM_HOLD_HELD) != TMEM_HOLD_WANTED)
+		return;
+	while (READ_ONCE(*place))
+		cpu_relax();
 }
 
 unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
@@ -198,6 +247,15 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_DIRTY] = "dirty",
 	[TMEM_CHECK_RESUME] = "resume",
 	[TMEM_CHECK_RENEW] = "renew",
+	[TMEM_CHECK_SECOND_HASH] = "second_hash",
+	[TMEM_CHECK_LATEST] = "latest",
+	[TMEM_CHECK_FORMER] = "former",
+	[TMEM_CHECK_NUMBERS] = "numbers",
+	[TMEM_CHECK_FILL_EPOCH] = "fill_epoch",
+	[TMEM_CHECK_GRACE] = "grace",
+	[TMEM_CHECK_WRITE_SEQ] = "write_seq",
+	[TMEM_CHECK_GET_WRITTEN] = "get_written",
+	[TMEM_CHECK_SERVED] = "served",
 };
 
 static int set_blocks_without(const char *val, const struct kernel_param *kp)
@@ -217,6 +275,9 @@ MODULE_PARM_DESC(test_blocks_without, "TEST: names of safety checks of hooks/blo
 char *tmem_test_release;
 module_param_named(test_release, tmem_test_release, charp, 0444);
 MODULE_PARM_DESC(test_release, "TEST: point release that the driver takes for that of the kernel, such as 6.12.118-1");
+
+module_param_named(test_fs_stopped, tmem_fs_stopped, bool, 0444);
+MODULE_PARM_DESC(test_fs_stopped, "TEST: N: file systems are served although the self-test has not passed; the default is Y");
 
 unsigned int tmem_test_replace_ms;
 module_param_named(test_replace_ms, tmem_test_replace_ms, uint, 0644);

@@ -9,6 +9,7 @@ that its result does not depend on time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from driver import (
     DM,
     MODULE,
     PATIENT,
+    SYSFS,
     WHERE,
     Hold,
     driver_guest,
     driver_vm,
     growth,
     kept,
+    load,
     parameter,
     programs,
     set_parameter,
@@ -41,13 +44,16 @@ from harness.disk import Disk
 from harness.guest import Guest, Job
 from harness.kernel import Kernel
 from harness.session import Session
-from harness.vm import MIB, Tmem
+from harness.vm import MIB, Tmem, Vm
 from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SPECIAL = "/bin/special"
 OTHER = "/other"
+THIRD = "/third"
+CGROUPS = "/sys/fs/cgroup"
+GROUP = f"{CGROUPS}/readers"
 PAGE = 4096
 SECTOR = 512
 OLD, NEW = b"A" * PAGE, bytes(PAGE)
@@ -56,9 +62,13 @@ OTHER_BYTES = 64 * MIB
 # Time in ms for which a disk keeps a read, longer than the test takes.
 DELAY_MS = 600_000
 IO_SECONDS = 60.0
+# Time in which a task that waits for nothing ends. It is shorter than that of soft lockups.
+WAIT_SECONDS = 5.0
 # Size of the pieces of a direct write in bytes, no multiple of a sector. Linux 6.18 allows them.
 PIECE = 256
 PIECES_SINCE = (6, 18)
+# Number of pages whose transfer needs several allocations for the state of one bio.
+LONG_PAGES = 1024
 # Attempts to make a file with a certain place on the disk.
 FILES_MAX = 16
 # Physical memory that the guest uses as a disk, and the size of a disk with zones.
@@ -252,6 +262,30 @@ def test_checks_of_pages_that_are_put_after_they_left_the_page_cache(
     )
 
 
+def test_policy_waits_for_puts(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """When tmem-guest has set the policy "never", no put of a page of the file is under way."""
+    guest = boot(session, kernel, test_module)
+    device = f"/dev/{guest.disk('data')}"
+    for check in ("grace", ""):
+        without(guest, check)
+        file = File(guest, WHERE, device)
+        freed = Freed(file)
+        forbid, put = Hold(guest, "forbid"), Hold(guest, "put")
+        policy = guest.start(f"{COMMAND} policy {file.path} never", 60)
+        forbid.wait()
+        freed.hold.release()
+        put.wait()
+        forbid.release()
+        if check:
+            assert policy.wait().status == 0
+        else:
+            time.sleep(WAIT_SECONDS)
+            assert not policy.done()
+        put.release()
+        assert freed.job.wait().status == policy.wait().status == 0
+        until(lambda: is_put(guest, device), IO_SECONDS, "the pool takes puts again")
+
+
 def is_put(guest: Guest, device: str) -> bool:
     """Returns whether a page of a new file is put."""
     try:
@@ -299,6 +333,18 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
             "get_seq": lambda: write_during_get(File(guest, WHERE, device)),
         },
     )
+    # A get after the records of a write were erased, and before the index entries are.
+    for check, hits in (("get_written", 1), ("", 0)):
+        without(guest, check)
+        file = File(guest, WHERE, device)
+        hold = Hold(guest, "write")
+        job = file.write()
+        hold.wait()
+        before = stats(guest)
+        assert file.read() == OLD
+        assert growth(before, stats(guest))["hits"] == hits
+        hold.release()
+        assert job.wait().status == 0
     # A page of a file, with other bytes than its block.
     file = File(guest, WHERE, device)
     for check, found in (("", OLD), ("equal", NEW)):
@@ -307,11 +353,125 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
         set_parameter(guest, "test_page_zeroed", file.path)
         evict(guest, file.path)
         assert file.read() == found
-    # A page that becomes dirty never, before, during and after its write.
-    for check, verdicts in (("", "p---"), ("dirty", "pppp")):
+    # A page that becomes dirty never, before, during and after its write, and after two writes. A
+    # page whose block has another write meanwhile.
+    for check, verdicts in (
+        ("", "p-----"),
+        ("dirty", "pppp--"),
+        ("latest", "p---p-"),
+        ("write_seq", "p----p"),
+    ):
         without(guest, check)
         set_parameter(guest, "test_blocks_dirty", "1")
         assert guest.read("/sys/module/virtio_tmem/parameters/test_blocks_dirty") == verdicts
+
+
+def test_writes_of_other_blocks_rarely_keep_a_block_from_the_pool(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A block counts as written only if two counters, by different hashes, say so."""
+    guest = boot(session, kernel, test_module)
+    refused = {}
+    for check in ("second_hash", ""):
+        without(guest, check)
+        set_parameter(guest, "test_blocks_in_flight", "1")
+        refused[check] = int(parameter(guest, "test_blocks_in_flight"))
+    print(refused)
+    assert refused[""] <= 1 < refused["second_hash"]
+
+
+def write_of_former_area(guest: Guest, other: str, third: str) -> bytes:
+    """Unmounts and mounts a file system while a write to its disk is in flight.
+
+    The blocks have other numbers then, because a third file system has taken theirs.
+    """
+    device = f"/dev/{guest.disk(other)}"
+    guest.mount(other, OTHER)
+    file = File(guest, OTHER, device)
+    hold = Hold(guest, "submit")
+    job = file.write()
+    hold.wait()
+    guest.sh(f"umount {OTHER}", 60)
+    guest.mount(third, THIRD)
+    Mount(guest, THIRD).wait("on")
+    guest.mount(other, OTHER)
+    file.mount.wait("on")
+    file.hold(1)
+    hold.release()
+    assert job.wait().status == 0
+    found = file.read()
+    guest.sh(f"umount {OTHER}; umount {THIRD}", 60)
+    return found
+
+
+def test_writes_erase_their_blocks_after_another_mount(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A write erases its blocks at its end, also if the file system was mounted again meanwhile."""
+    images = {
+        name: disk.ext4(session.directory / f"{name}.img", OTHER_BYTES)
+        for name in ("other", "third")
+    }
+    guest = boot(session, kernel, test_module, **images)
+    check_each(guest, {"former": lambda: write_of_former_area(guest, "other", "third")})
+
+
+def reclaim(guest: Guest) -> str:
+    """Returns a command that evicts the pages which the group has read. It holds no s_umount."""
+    return f"echo 64M >{GROUP}/memory.reclaim"
+
+
+def put_after_unmount(guest: Guest) -> bytes:
+    """Frees a page after its file system was unmounted and its block numbers have another owner.
+
+    Both file systems have the same contents, except for the block of the file.
+    """
+    left, right = (f"/dev/{guest.disk(name)}" for name in ("left", "right"))
+    sectors = OTHER_BYTES // SECTOR
+    first, second = (
+        guest.sh(f"{DM} {name} 0 {sectors} linear '{device} 0'").strip()
+        for name, device in (("first", left), ("second", right))
+    )
+    guest.sh(
+        f"mke2fs -q -b {PAGE} {first} && mkdir -p {OTHER} && mount -t ext4 {first} {OTHER}", 60
+    )
+    file = File(guest, OTHER, first)
+    guest.sh(f"umount {OTHER} && dd if={first} of={second} bs=1M conv=fsync 2>/dev/null", 60)
+    guest.sh(
+        f"dd if=/dev/zero of={second} bs={PAGE} seek={file.offset // PAGE} count=1 conv=fsync"
+        " 2>/dev/null; echo 3 >/proc/sys/vm/drop_caches"
+    )
+    guest.sh(f"mount -t ext4 {first} {OTHER}", 60)
+    file.mount.wait("on")
+    guest.sh(f"echo $$ >{GROUP}/cgroup.procs; cat {file.path} >/dev/null")
+    hold = Hold(guest, "free")
+    job = guest.start(reclaim(guest), 120)
+    hold.wait()
+    assert guest.run(f"{SPECIAL} cached {file.path} 0").status == 1, "the page is cached"
+    guest.sh(f"umount {OTHER}", 60)
+    guest.sh(f"mount -t ext4 {second} {OTHER}", 60)
+    Mount(guest, OTHER).wait("on")
+    hold.release()
+    job.wait()
+    found = file.read()
+    guest.sh(f"umount {OTHER}", 60)
+    return found
+
+
+def test_block_numbers_are_used_again_without_records(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A page of a former file system is not put for the one that has its block numbers now."""
+    images = {
+        name: disk.blank(session.directory / f"{name}.img", OTHER_BYTES)
+        for name in ("left", "right")
+    }
+    guest = boot(session, kernel, test_module, "dm_mod", **images)
+    guest.sh(
+        f"mount -t cgroup2 none {CGROUPS} && echo +memory >{CGROUPS}/cgroup.subtree_control"
+        f" && mkdir {GROUP}"
+    )
+    check_each(guest, {"numbers": lambda: put_after_unmount(guest)})
 
 
 @pytest.mark.smoke
@@ -363,6 +523,36 @@ def test_long_writes_erase_only_their_blocks(
     hold.release()
     assert job.wait().status == 0
     assert file.read() == NEW * 2 + OLD * 2
+
+
+def test_pages_without_memory_for_their_state_are_not_recorded(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """An allocation of states for a long bio fails: at first, in the middle, or at the end."""
+    other = disk.xfs(session.directory / "other.img", DISK_BYTES)
+    guest = boot(session, kernel, test_module, "xfs", other=other)
+    guest.mount("other", OTHER, "xfs")
+    device = f"/dev/{guest.disk('other')}"
+    file = File(guest, OTHER, device, LONG_PAGES)
+    for every in (1, 2, 3):
+        set_parameter(guest, "inject_nomem_states", str(every))
+        before = stats(guest)
+        guest.put("/tmp/long", OLD * LONG_PAGES)
+        guest.sh(
+            f"dd if=/tmp/long of={file.path} bs={LONG_PAGES * PAGE} conv=notrunc,fsync 2>/dev/null"
+        )
+        drop(guest)
+        grown = growth(before, stats(guest))
+        print(every, grown["blocks_nomem"], grown["puts"])
+        assert grown["blocks_nomem"] > 0
+        assert grown["blocks_written"] == LONG_PAGES - grown["blocks_nomem"]
+        assert file.read() == OLD * LONG_PAGES
+        drop(guest)
+        guest.sh(
+            f"dd if=/dev/zero of={device} bs={LONG_PAGES * PAGE} count=1 conv=notrunc 2>/dev/null"
+            f" oflag=direct,seek_bytes seek={file.offset}"
+        )
+        assert file.read() == NEW * LONG_PAGES
 
 
 def write_by_command(file: File) -> bytes:
@@ -447,6 +637,66 @@ def test_gets_do_not_outlive_the_tables_of_records(
         file = File(guest, OTHER, device)
         assert get_across_tables(file, check) == found, f"without: {check}"
         without(guest, "")
+
+
+def get_across_drain(vm: Vm, file: File) -> tuple[bytes, bytes]:
+    """Drains the disk again between the look-up of a page in the pool and the get.
+
+    Before the drain has erased all pages, a page with old bytes is put, and the block is written.
+    Returns what two readers get of the written block: during the drain, and with a look-up before
+    the drain.
+    """
+    guest = vm.guest
+    clone = f"{file.path}-clone"
+    guest.sh(f"{SPECIAL} clone {clone} {file.path}; sync")
+    file.hold(1)
+    fill, drain = Hold(guest, "choice"), Hold(guest, "drain")
+    reader = file.reader()
+    fill.wait()
+    vm.qemu_io("other", "break write_aio held")
+    set_parameter(guest, "test_hooks_off", "bio")
+    writer = file.write()
+    drain.wait()
+    set_parameter(guest, "test_hooks_off", "")
+    before = kept(stats(guest))
+    assert guest.get(clone) == OLD
+    evict(guest, clone)
+    assert kept(stats(guest)) > before
+    vm.qemu_io("other", "resume held")
+    assert writer.wait().status == 0
+    during = guest.get(clone)
+    fill.release()
+    across = reader.wait().stdout
+    drain.release()
+    file.mount.wait("on")
+    return during, across
+
+
+def test_gets_do_not_outlive_the_interval_of_their_area(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A reader does not get bytes that are older than those that another reader has seen."""
+    data = disk.ext4(session.directory / "data.img", DISK_BYTES)
+    other = disk.xfs(session.directory / "other.img", DISK_BYTES)
+    vm = driver_vm(
+        session,
+        kernel,
+        test_module,
+        Tmem(start_daemon(session).socket("vm1"), properties={"retain": "off"}),
+        cpus=2,
+        disks=[Disk("data", data), Disk("other", other, debug=True)],
+        modules=["xfs"],
+        files=programs(SPECIAL),
+    )
+    guest = vm.start()
+    load(guest, PARAMETERS)
+    guest.mount("other", OTHER, "xfs")
+    device = f"/dev/{guest.disk('other')}"
+    for at, check in enumerate(("served", "fill_epoch", "")):
+        without(guest, check)
+        found = get_across_drain(vm, File(guest, OTHER, device))
+        print(check, [bytes[:1] for bytes in found])
+        assert [bytes == OLD for bytes in found] == [at == reader for reader in range(2)]
 
 
 def unaligned_file(guest: Guest) -> str:
@@ -658,6 +908,50 @@ def test_area_starts_with_a_drain(session: Session, kernel: Kernel, test_module:
         evict(guest, path)
         assert guest.get(path) == (OLD if removed else NEW)
         guest.sh("rmmod virtio_tmem", 60)
+
+
+def test_mounts_are_served_after_the_self_test(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A mount that is made during a self-test which then fails is not known to the driver.
+
+    Otherwise the driver would not see that it is unmounted, and take another one for it later.
+    """
+    other = disk.ext4(session.directory / "other.img", OTHER_BYTES)
+    vm = driver_vm(
+        session,
+        kernel,
+        test_module,
+        Tmem(start_daemon(session).socket("vm1")),
+        cpus=2,
+        disks=[
+            Disk("data", disk.ext4(session.directory / "data.img", DISK_BYTES)),
+            Disk("other", other),
+        ],
+    )
+    guest = vm.start()
+    guest.mount("data", WHERE)
+    held = "/sys/module/virtio_tmem/parameters/test_hold_selftest"
+
+    def waits() -> bool:
+        return guest.run(f"grep -q 2 {held}").status == 0
+
+    for stopped in ("N", "Y"):
+        job = guest.start(
+            f"insmod {MODULE} test_selftest_blind=dirty test_hold_selftest=1"
+            f" test_fs_stopped={stopped}",
+            120,
+        )
+        until(waits, IO_SECONDS, "the self-test waits")
+        guest.mount("other", OTHER)
+        guest.sh(f"cat {OTHER}/* >/dev/null 2>&1; echo x >{OTHER}/x; sync")
+        set_parameter(guest, "test_hold_selftest", "0")
+        assert job.wait().status == 0
+        wait_state(guest, "off")
+        guest.sh(f"umount {OTHER}", 60)
+        mounts = guest.sh(f"ls {SYSFS}/mounts").split()
+        guest.sh("rmmod virtio_tmem", 60)
+        assert (mounts != []) == (stopped == "N"), mounts
 
 
 def test_unmount_removes_the_area(session: Session, kernel: Kernel, test_module: Path) -> None:
