@@ -422,6 +422,7 @@ impl Policy for AdaptiveTwoQueue {
 
 #[cfg(test)]
 mod tests {
+    use super::super::unshared;
     use super::*;
     use crate::index::entry::Entry;
 
@@ -450,6 +451,43 @@ mod tests {
                     "wrong age, {ticks} ticks after tick {tick}"
                 );
             }
+        }
+    }
+
+    /// The small queue always has a page here, which would be evicted first otherwise.
+    #[test]
+    fn order_by_hash_evicts_a_kept_page_that_is_too_old() {
+        let chunks = Chunks::some();
+        let mut index = Index::new(1, 16, &chunks);
+        index.create_pool(1).unwrap();
+        let pool = index.pool(1).unwrap();
+        let mut policy = AdaptiveTwoQueue::new(1, chunks);
+        let shift = policy.duel.sample_shift();
+        let ranks = policy.ranks;
+        let mut keys = (0..).filter(|&key| !is_sampled(ranks.hash(key), shift));
+        let mut put = |policy: &mut AdaptiveTwoQueue, index: &mut Index, workingset| {
+            let key_hash = keys.next().unwrap();
+            let id = index.insert(pool, 1, key_hash, Entry::default()).unwrap();
+            (policy.tick, policy.left) = (0, u32::MAX);
+            policy.insert(
+                &mut index.entries,
+                id,
+                Arrival {
+                    key_hash,
+                    workingset,
+                },
+            );
+            id
+        };
+        let kept = put(&mut policy, &mut index, true);
+        let passing = put(&mut policy, &mut index, false);
+        for (ticks, victim) in [(0, passing), (2047, passing), (2048, kept)] {
+            policy.tick = ticks;
+            assert_eq!(
+                policy.victim_by_hash(&mut index, false, &unshared),
+                Some(victim),
+                "after {ticks} ticks"
+            );
         }
     }
 }
