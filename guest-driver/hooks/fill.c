@@ -414,6 +414,11 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 	struct tmem_fs *fs;
 	bool suffix;
 
+	/*
+	 * Puts do not test tmem_hooks_on. After the release of the hooks, they may enter bytes from
+	 * before a write that the driver does not see. A get that has passed this test may return
+	 * them: its bio was submitted before that write, with its pages locked.
+	 */
 	if (!READ_ONCE(tmem_hooks_on) || !tmem_online() || !may_delay())
 		return filled;
 	nr = count_pages(bio, area, sector);
