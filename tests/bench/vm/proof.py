@@ -40,7 +40,8 @@ from harness.session import Session
 # Results of native guests, and of guests in QEMU. A report of one kind shows figures of the other.
 RESULTS, RESULTS_KVM = ROOT / "build/proof.json", ROOT / "build/proof-kvm.json"
 QUICK_REPETITIONS = 1
-MAKE: dict[str, Callable[[], Workload]] = {
+Parts = dict[str, Callable[[], Workload]]  # the parts of a benchmark by their keys
+MAKE: Parts = {
     "seq_reread_1": lambda: SequentialReread(1),
     "seq_reread_8": lambda: SequentialReread(8),
     "rand_reread_1": lambda: RandomReread(1),
@@ -62,9 +63,9 @@ MAKE: dict[str, Callable[[], Workload]] = {
 }
 
 
-def settings(quick: bool, host: Host) -> dict[str, Any]:
+def settings(quick: bool, host: Host, parts: Parts = MAKE) -> dict[str, Any]:
     """Returns the settings that all repetitions in a file of results must have in common."""
-    parameters = {name: make().parameters for name, make in MAKE.items()}
+    parameters = {name: make().parameters for name, make in parts.items()}
     return {
         "quick": quick,
         "guests": host.what,
@@ -84,7 +85,8 @@ def digest(path: Path) -> str:
 class Run:
     """One run over all parts."""
 
-    def __init__(self, host: Host, results: Results, quick: bool) -> None:
+    def __init__(self, host: Host, results: Results, quick: bool, parts: Parts = MAKE) -> None:
+        self._parts = parts
         self._host = host
         self._results = results
         self._quick = quick
@@ -97,7 +99,7 @@ class Run:
 
     def all(self, names: list[str]) -> None:
         """Measures all parts, even if some of them fail. Then raises if a part has failed."""
-        parts = [part for name in names if self.wanted(part := MAKE[name]())]
+        parts = [part for name in names if self.wanted(part := self._parts[name]())]
         left = sum(map(self._estimate, parts))
         measured: list[str] = []
         failures: list[str] = []
@@ -178,9 +180,10 @@ class Run:
         self._progress.step(f"  {part.figure}: {words}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="*", choices=[*MAKE], default=[], metavar="WORKLOAD",
-                        help=f"run only these workloads: {', '.join(MAKE)}")  # fmt: skip
+def add_common_arguments(parser: argparse.ArgumentParser, parts: Parts) -> None:
+    """Adds the arguments of all benchmarks that measure part by part."""
+    parser.add_argument("--only", nargs="*", choices=[*parts], default=[], metavar="WORKLOAD",
+                        help=f"run only these workloads: {', '.join(parts)}")  # fmt: skip
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -188,14 +191,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="measure all repetitions again")
     parser.add_argument(
+        "--page", type=Path, help="write the report to this file, and its plots to ../images"
+    )
+    parser.add_argument("--report", action="store_true", help="measure nothing, only report")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common_arguments(parser, MAKE)
+    parser.add_argument(
         "--kvm",
         action="store_true",
         help="run the guests in QEMU with KVM, or with TCG where no guest boots on KVM",
     )
-    parser.add_argument(
-        "--page", type=Path, help="write the report to this file, and its plots to ../images"
-    )
-    parser.add_argument("--report", action="store_true", help="measure nothing, only report")
 
 
 def run(options: argparse.Namespace) -> int:

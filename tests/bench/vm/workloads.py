@@ -407,13 +407,18 @@ class Write(Paired):
         return {"seconds": _seconds(report, "write", self.writes)}
 
     def check(self) -> None:
-        """Raises if the bytes in RAM and pool are not those on the disk."""
         for box in self.all_boxes[WITH]:
-            cached = box.sh(f"sync; sha256sum {DATA}/{disks.SET}")
-            # Read from the disk: a new mount has no pages in RAM and none in the pool.
-            box.sh(f"umount {DATA}")
-            box.guest.mount("data", DATA, options="ro")
-            if box.sh(f"sha256sum {DATA}/{disks.SET}") != cached:
-                raise HarnessError(
-                    f"write, {box.vm.name}: the guest read wrong bytes from RAM or the pool"
-                )
+            compare_with_disk(box, f"sha256sum {DATA}/{disks.SET}")
+
+
+def compare_with_disk(box: Box, digest: str) -> None:
+    """Raises if a command that prints a digest of files finds other bytes on the disk than before.
+
+    Before, the guest reads RAM and pool. The disk stays mounted read-only.
+    """
+    cached = box.sh(f"sync; {digest}")
+    # Read from the disk: a new mount has no pages in RAM and none in the pool.
+    box.sh(f"umount {DATA}")
+    box.guest.mount("data", DATA, options="ro")
+    if box.sh(digest) != cached:
+        raise HarnessError(f"{box.vm.name}: the guest read wrong bytes from RAM or the pool")
