@@ -8,10 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.vm import autosize, demo, native, proof
+from bench.vm import autosize, demo, native, proof, seeds
 from harness.paths import HarnessError
 
-PROGRAMS = {"autosize": autosize, "demo": demo, "native": native, "proof": proof}
+PROGRAMS = {
+    "autosize": autosize,
+    "demo": demo,
+    "native": native,
+    "proof": proof,
+    "seeds": seeds,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
