@@ -86,7 +86,8 @@ def _measured(found: dict[str, Any]) -> Iterator[tuple[Gain, dict[str, Any]]]:
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
     """Returns the table of published and measured gains."""
-    out = [["experiment", "published", "with the pool", "more RAM", "target", "result"]]
+    head = ["experiment", "published", "with the pool", "more RAM", "repetitions", "target"]
+    out = [[*head, "result"]]
     for gain, part in _measured(found):
         ours, more = gain.estimate(part, WITH), gain.estimate(part, MORE)
         assert ours
@@ -97,6 +98,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
                 gain.published,
                 ours.text(),
                 more.text() if more else NONE,
+                str(len(part["repetitions"])),
                 f"≥ {target:g}" if target else NONE,
                 verdict(ours, target) if target else "",
             ]
@@ -236,6 +238,8 @@ def page(found: dict[str, Any]) -> str:
     ]
     if saved := saved_text(found):
         parts.append(wrapped(saved))
+    if missing := [gain.experiment for gain in GAINS if gain.part not in found["parts"]]:
+        parts += ["These experiments of the benchmark were not measured:", *bullets(missing)]
     if lines_less := causes(found):
         parts += ["## Gains below the target", *bullets(lines_less)]
     parts += [
