@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ class Run:
             # Save the facts about the machine also if a part failed, because the parts that were
             # measured before are in the results.
             if measured:
-                self._results.add_machine({**facts, "parts": measured})
+                today = date.today().isoformat()
+                self._results.add_machine({**facts, "date": today, "parts": measured})
         if failures:
             raise HarnessError("\n".join(failures))
 
