@@ -267,7 +267,9 @@ static void drain_area(struct tmem_area *area)
 	TMEM_HOLD(drain);
 	if (!TMEM_WITHOUT(DRAIN))
 		tmem_drain_queue(area->disk->queue);
-	tmem_area_erase(area->disk, area->start, (sector_t)area->nr * TMEM_BLOCK_SECTORS, true);
+	if (!TMEM_WITHOUT(DRAINED))
+		tmem_area_erase(area->disk, area->start,
+				(sector_t)area->nr * TMEM_BLOCK_SECTORS, true);
 	WRITE_ONCE(area->served, epoch);
 	mutex_lock(&areas_lock);
 	area->busy = false;

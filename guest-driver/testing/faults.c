@@ -256,6 +256,7 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_WRITE_SEQ] = "write_seq",
 	[TMEM_CHECK_GET_WRITTEN] = "get_written",
 	[TMEM_CHECK_SERVED] = "served",
+	[TMEM_CHECK_DRAINED] = "drained",
 };
 
 static int set_blocks_without(const char *val, const struct kernel_param *kp)

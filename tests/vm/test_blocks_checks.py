@@ -639,12 +639,13 @@ def test_gets_do_not_outlive_the_tables_of_records(
         without(guest, "")
 
 
-def get_across_drain(vm: Vm, file: File) -> tuple[bytes, bytes]:
+def get_across_drain(vm: Vm, file: File, drain_first: bool) -> tuple[bytes, bytes, bytes]:
     """Drains the disk again between the look-up of a page in the pool and the get.
 
     Before the drain has erased all pages, a page with old bytes is put, and the block is written.
-    Returns what two readers get of the written block: during the drain, and with a look-up before
-    the drain.
+    Returns what three readers get of the written block: during the drain; with a look-up before the
+    drain; and after it. `drain_first`: the drain ends before the second reader continues, because
+    a get takes the page from the pool.
     """
     guest = vm.guest
     clone = f"{file.path}-clone"
@@ -665,11 +666,15 @@ def get_across_drain(vm: Vm, file: File) -> tuple[bytes, bytes]:
     vm.qemu_io("other", "resume held")
     assert writer.wait().status == 0
     during = guest.get(clone)
-    fill.release()
-    across = reader.wait().stdout
+    if not drain_first:
+        fill.release()
+        reader.wait()
     drain.release()
     file.mount.wait("on")
-    return during, across
+    guest.sh(f"{SPECIAL} dontneed {clone}")
+    after = guest.get(clone)
+    fill.release()
+    return during, reader.wait().stdout, after
 
 
 def test_gets_do_not_outlive_the_interval_of_their_area(
@@ -692,11 +697,11 @@ def test_gets_do_not_outlive_the_interval_of_their_area(
     load(guest, PARAMETERS)
     guest.mount("other", OTHER, "xfs")
     device = f"/dev/{guest.disk('other')}"
-    for at, check in enumerate(("served", "fill_epoch", "")):
+    for at, check in enumerate(("served", "fill_epoch", "drained", "")):
         without(guest, check)
-        found = get_across_drain(vm, File(guest, OTHER, device))
+        found = get_across_drain(vm, File(guest, OTHER, device), check == "drained")
         print(check, [bytes[:1] for bytes in found])
-        assert [bytes == OLD for bytes in found] == [at == reader for reader in range(2)]
+        assert [bytes == OLD for bytes in found] == [at == reader for reader in range(3)]
 
 
 def unaligned_file(guest: Guest) -> str:
