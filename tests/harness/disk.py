@@ -39,6 +39,10 @@ class Disk:
     read_only: bool = False
     throttle: Throttle | None = None
     debug: bool = False  # QEMU can stop requests: Vm.qemu_io()
+    # Only native guests use the following fields.
+    part: tuple[int, int] | None = None  # first byte and size of the part of the image to attach
+    discard: bool = False  # the guest's discards reach the image
+    in_memory: bool = False  # the image is in a file system in memory, such as tmpfs
 
     def __post_init__(self) -> None:
         if len(self.name) > SERIAL_MAX or not self.name.isalnum():

@@ -88,12 +88,17 @@ class Export:
         disk = self.disk
         only = "on" if disk.read_only else "off"
         how = "cache.direct=on,aio=native" if self._direct else "cache.direct=off,aio=threads"
+        driver = "host_device" if disk.path.is_block_device() else "file"
+        # Each node needs the option, or else it ignores discards.
+        discard = ",discard=unmap" if disk.discard else ""
+        part = ",offset={},size={}".format(*disk.part) if disk.part else ""
         command = [
             str(program()),
-            "--blockdev", f"driver=file,node-name=file,filename={disk.path},read-only={only},{how}",
+            "--blockdev", f"driver={driver},node-name=file,filename={disk.path},read-only={only},"
+            f"{how}{discard}",
             # A backing image inherits cache.direct from this node.
             "--blockdev", f"driver={disk.format},node-name=image,file=file,read-only={only},"
-            f"cache.direct={'on' if self._direct else 'off'}",
+            f"cache.direct={'on' if self._direct else 'off'}{discard}{part}",
         ]  # fmt: skip
         top = "image"
         if disk.throttle:
@@ -103,7 +108,7 @@ class Export:
             top = "throttled"
             command += ["--object", f"throttle-group,id=limits{limits}"]
             command += ["--blockdev", f"driver=throttle,node-name={top},file=image,"
-                        f"throttle-group=limits,read-only={only}"]  # fmt: skip
+                        f"throttle-group=limits,read-only={only}{discard}"]  # fmt: skip
         writable = "off" if disk.read_only else "on"
         command += ["--export", f"type=vhost-user-blk,id={disk.name},node-name={top},"
                     f"writable={writable},addr.type=unix,addr.path={self.socket}"]  # fmt: skip
@@ -143,7 +148,7 @@ class Export:
             return
         self._process.kill()
         self._process = None
-        if self.disk.throttle:
+        if self.disk.throttle and not self.disk.in_memory:
             self.check_cache()
 
     def report(self) -> str:
