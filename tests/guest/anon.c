@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
  * anon MIB NOISE COUNT SEED [hold]: a process with MIB mebibytes of anonymous memory, whose pages
- * contain NOISE percent of random bytes and zeros. It writes all pages in order, reads them in
- * order, reads COUNT pages in random order, reads or writes COUNT pages in random order, and
- * measures COUNT / 4 reads of pages that are not in memory. With "hold", it then sleeps until it is
- * killed.
+ * contain NOISE percent of random bytes and zeros. It writes all pages in order, reads the first
+ * 128 MiB in order, reads COUNT pages in random order, reads or writes COUNT pages in random order,
+ * and measures COUNT / 4 reads of pages that are not in memory. With "hold", it then sleeps until it
+ * is killed.
  *
  * Random places have Zipf's distribution with the exponent 2/3: of N pages, the page of rank
  * N * u^3 is used, where u is distributed evenly between 0 and 1. Equal arguments use equal places.
@@ -29,6 +29,7 @@
 
 #define PAGE		4096UL
 #define WORDS		(PAGE / sizeof(uint64_t))
+#define SEQUENTIAL	(128UL << 20 >> 12)	/* pages that are read in order */
 #define WRITE_PERCENT	20
 #define SPREAD		2654435761ul	/* a prime, so that each rank has its own page */
 
@@ -222,9 +223,9 @@ int main(int argc, char **argv)
 		fill(&m, page);
 	end(phase, m.pages);
 	phase = begin("sequential");
-	for (uint64_t page = 0; page < m.pages; page++)
+	for (uint64_t page = 0; page < m.pages && page < SEQUENTIAL; page++)
 		check(&m, page);
-	end(phase, m.pages);
+	end(phase, m.pages < SEQUENTIAL ? m.pages : SEQUENTIAL);
 	touch_randomly(&m, "read", count, false);
 	touch_randomly(&m, "write", count, true);
 	measure_faults(&m, count / 4);
