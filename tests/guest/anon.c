@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
  * anon MIB NOISE COUNT SEED [hold]: a process with MIB mebibytes of anonymous memory, whose pages
- * contain NOISE percent of random bytes and zeros. It writes all pages in order, reads the first
- * 128 MiB in order, reads COUNT pages in random order, reads or writes COUNT pages in random order,
- * and measures COUNT / 4 reads of pages that are not in memory. With "hold", it then sleeps until it
- * is killed.
+ * contain NOISE percent of random bytes and zeros. It writes all pages in order and reads the first
+ * 128 MiB in order. Then it reads COUNT pages in random order, and reads or writes COUNT pages in
+ * random order. At the end, it measures COUNT / 4 reads of pages that are not in memory. With
+ * "hold", it then sleeps until it is killed.
  *
  * Random places have Zipf's distribution with the exponent 2/3: of N pages, the page of rank
  * N * u^3 is used, where u is distributed evenly between 0 and 1. Equal arguments use equal places.
