@@ -133,7 +133,7 @@ class Daemon:
         found = json.loads(answer[:-1])
         if error := found.get("error"):
             raise HarnessError(f"tmemd: {method}: {error}: {found.get('parameters')}")
-        return found["parameters"]
+        return found.get("parameters", {})  # a method without results may leave them out
 
     def list(self) -> Any:
         """Returns the output of `tmemctl list --json`."""
