@@ -25,9 +25,13 @@ const QUEUES: usize = 17;
 const REGIONS: usize = 509;
 const THREADS_MAX: usize = 1;
 const DESCRIPTORS_MAX: usize = 5 + 3 * QUEUES;
-/// Number of mappings of a connection besides its regions: two of its thread, and others of the
-/// allocator.
-const MAPPINGS_MAX: usize = 4 + REGIONS;
+/// Number of threads that may allocate memory for the first time while the test runs: that of the
+/// connection, two workers, and that of a client of the control socket. The allocator then makes two
+/// mappings.
+const ARENAS: usize = 4;
+/// Number of mappings of a connection: those of its regions, two of its thread's stack, and those of
+/// the allocator.
+const MAPPINGS_MAX: usize = REGIONS + 2 + 2 * ARENAS;
 /// Maximum number of memory regions in one SET_MEM_TABLE message. The daemon has open descriptors for
 /// one such message; it closes each when it has mapped the region.
 const MESSAGE_REGIONS: usize = 32;
