@@ -280,7 +280,8 @@ size_t resident_pages(int fd, size_t size)
  * Exchanges the blocks of two ranges as e4defrag does. The data of "from" stays. The donor gets the
  * blocks that held this data, marked as unwritten, so it reads as zeroes. The result is defined
  * only if both files are written out and the donor has no cached page; the ioctl drops no cached
- * pages. Returns false and moves nothing if pages of the donor stay cached.
+ * pages. Returns false and moves nothing if pages of the donor stay cached, or if the file system has
+ * no blocks of its own (overlayfs).
  */
 bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint64_t from_page,
 		   uint64_t donor_page, uint64_t pages)
@@ -288,8 +289,11 @@ bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint
 	struct move_extent move = { .donor_fd = donor->fd };
 	int failed, block;
 
-	if (ioctl(from->fd, FIGETBSZ, &block))
+	if (ioctl(from->fd, FIGETBSZ, &block)) {
+		if (errno == EINVAL)
+			return false;
 		fail(w, from, "FIGETBSZ");
+	}
 	move.orig_start = from_page * PAGE / block;
 	move.donor_start = donor_page * PAGE / block;
 	move.len = pages * PAGE / block;
