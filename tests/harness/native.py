@@ -4,7 +4,8 @@
 The kernel is Debian's source with the patches of guest-driver/intree, so it has no ftrace, kprobes
 and modules. Patches of tests/native-kernel/patches, for the lab only, put guest memory into a
 sealed memfd and use eventfds for interrupts, because tmemd accepts nothing else. The kernel process
-itself is the vhost-user front end of the device and of the disks.
+itself is the vhost-user front end of the device and of the disks. It runs the programs of the guest
+in other processes, which it stops for each system call with ptrace (6.12) or seccomp (7.3).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from harness import initramfs
 from harness.channel import Channel
 from harness.debug_kernel import (
     APPLY,
+    NEWER_SOURCE,
     SOURCE,
     check_config,
     digest_of,
@@ -45,11 +47,10 @@ from harness.vm import MIB, TROUBLE
 from harness.wait import Deadline
 
 LAB = TESTS / "native-kernel"
-SERIES = "6.12"
 BINARIES_KEPT = 8  # number of built kernels that stay in the cache
-# Number of source trees with objects in the cache, of 1.5 GB each. Two, so that two branches with
-# different patches do not build each other's tree again.
-TREES_KEPT = 2
+# Number of source trees with objects in the cache, of 1.5 GB each: one for each kind of kernel, and
+# one more for a branch with other patches.
+TREES_KEPT = 4
 BOOT_SECONDS = 60.0  # longest boot; it takes about 2 s on an idle machine
 AGENT_READY = "agent: ready"  # message of tests/guest/agent.c when its terminal is open
 # Pause between looks for that message, so benchmarks cannot measure a boot more exactly than this.
@@ -62,32 +63,70 @@ UNUSED = ("drivers/gpu", "drivers/net/ethernet", "drivers/net/wireless", "driver
           "drivers/staging", "drivers/infiniband", "drivers/iio", "sound")  # fmt: skip
 
 
-def build() -> Path:
-    """Returns the kernel of TMEM_NATIVE_KERNEL, or one from the cache that these sources build.
+@dataclass(frozen=True)
+class Kind:
+    """A kind of native kernel: a series, its source, and its arguments."""
 
-    The cache keeps the tree with its objects, so that a change of the driver only compiles the
-    driver and links. The first build takes 13 minutes of one core.
+    series: str
+    source: tuple[str, str]
+    arguments: tuple[str, ...] = ()
+
+
+# A system call takes about half as long with seccomp as with ptrace. A kernel for several
+# processors makes a system call of the host each time it turns interrupts off, so it is for tests
+# of races, and not for measurements.
+KINDS = {
+    "6.12": Kind("6.12", SOURCE),
+    "7.3": Kind("7.3", NEWER_SOURCE, ("seccomp=on",)),
+    "7.3-smp": Kind("7.3", NEWER_SOURCE, ("seccomp=on", "ncpus=4")),
+}
+DEFAULT = "7.3"
+
+
+def kind() -> str:
+    """Returns the kind of kernel that TMEM_NATIVE_KERNEL names, or the default."""
+    name = os.environ.get("TMEM_NATIVE_KERNEL", DEFAULT)
+    return name if name in KINDS else DEFAULT
+
+
+def build() -> Path:
+    """Returns the kernel of the chosen kind, which is in the cache or is built from these sources.
+
+    TMEM_NATIVE_KERNEL may also be the path of a kernel. The cache keeps the tree with its objects,
+    so that a change of the driver only compiles the driver and links. The first build takes 5 to 13
+    minutes of one core.
     """
-    if named := os.environ.get("TMEM_NATIVE_KERNEL"):
-        return Path(named)
+    chosen = os.environ.get("TMEM_NATIVE_KERNEL", DEFAULT)
+    if chosen not in KINDS:
+        if not os.access(chosen, os.X_OK):
+            raise HarnessError(
+                f"TMEM_NATIVE_KERNEL: {chosen} is neither a program nor one of {', '.join(KINDS)}"
+            )
+        return Path(chosen)
     base = cache_dir() / "kernel/native"
     base.mkdir(parents=True, exist_ok=True)
-    tree = base / digest_of([*series(SERIES), *_lab_patches(), LAB / "native.config"])
+    sources = [*series(KINDS[chosen].series), *_lab_patches(chosen), *_configs(chosen)]
+    tree = base / digest_of(sources)
     linux = tree / f"linux-{digest_of(driver_sources())}"
     with open(base / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not linux.is_file():
-            _build(base, tree, linux)
+            _build(chosen, base, tree, linux)
         os.utime(linux)
         return linux
 
 
-def _lab_patches() -> list[Path]:
-    return sorted((LAB / "patches").glob("*.patch"))
+def _lab_patches(name: str) -> list[Path]:
+    return sorted((LAB / "patches" / KINDS[name].series).glob("*.patch"))
 
 
-def _build(base: Path, tree: Path, linux: Path) -> None:
+def _configs(name: str) -> list[Path]:
+    return [LAB / "native.config", LAB / f"{name}.config"]
+
+
+def _build(name: str, base: Path, tree: Path, linux: Path) -> None:
     source, out = tree / "source", tree / "out"
+    chosen = KINDS[name]
     if not (tree / "ready").exists():
         trees = [path for path in base.iterdir() if path.is_dir()]
         trees.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -95,26 +134,26 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
             shutil.rmtree(old)
         shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir()
-        say("fetching the source of the native kernel")
-        unpack(tree, *SOURCE)
+        say(f"fetching the source of the native kernel {name}")
+        unpack(tree, *chosen.source)
         for directory in UNUSED:
             for path in (source / directory).rglob("*.[ch]"):
                 path.unlink()
         out.mkdir()
-        run(APPLY, source, SERIES)
-        for patch in _lab_patches():
+        run(APPLY, source, chosen.series)
+        for patch in _lab_patches(name):
             run("patch", "-d", source, "-p1", "--fuzz=0", "--quiet", "-i", patch)
         (tree / "ready").touch()
-    run(APPLY, "--driver-only", source, SERIES)
+    run(APPLY, "--driver-only", source, chosen.series)
     config = tree / "all.config"
-    options = merge([(LAB / "native.config").read_text()])
+    options = merge(path.read_text() for path in _configs(name))
     options["CONFIG_LOCALVERSION"] = '"-tmem-native"'
     config.write_text("".join(f"{name}={value}\n" for name, value in options.items()))
     arguments = ["ARCH=um", f"O={out}", f"KCONFIG_ALLCONFIG={config}"]
     if not (out / ".config").exists():
         run_make(source, *arguments, "allnoconfig")
         check_config(config, out / ".config")
-    say("building the native kernel: 13 minutes of one core at first, later only seconds")
+    say(f"building the native kernel {name}: minutes at first, later only seconds")
     run_make(source, *arguments, f"-j{os.cpu_count() or 1}", "linux")
     scratch = linux.with_suffix(".new")
     shutil.copy2(out / "linux", scratch)
@@ -127,7 +166,7 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
 
 @dataclass(frozen=True)
 class NativeConfig:
-    """Configuration of a native guest, which has one processor.
+    """Configuration of a native guest.
 
     `tmem` is the socket of a tmemd that runs already, because the kernel connects only once.
     """
@@ -190,7 +229,7 @@ class NativeVm:
         command = [
             str(linux), f"mem={config.memory_bytes // MIB}M", f"initrd={image}", "rdinit=/init",
             "con=null", "con0=null,fd:1", f"ssl0=fd:{agent}", "TMEM_AGENT=/dev/ttyS0",
-            "loglevel=6", "oops=panic", "panic=-1",
+            "loglevel=6", "oops=panic", "panic=-1", *KINDS[kind()].arguments,
         ]  # fmt: skip
         for export in self.exports:
             command.append(f"virtio_uml.device={export.socket}:{DEVICE_ID_BLOCK}")

@@ -6,9 +6,9 @@ run and in turns, each step also measures operations to compare with: a read fro
 read from a throttled disk, and a system call that does nothing. The clock is the TSC.
 docs/benchmarks/history.md has the figures of an earlier run.
 
-A kick is a write to an eventfd, an interrupt is a signal, and a system call stops the process with
-ptrace. There are no exits and no large folios, and a guest has one processor. All guests run on one
-processor of the machine, tmemd and the disks' processes on another.
+A kick is a write to an eventfd, an interrupt is a signal, and a system call switches between two
+processes. There are no exits and no large folios, and a guest has one processor. All guests run on
+one processor of the machine, tmemd and the disks' processes on another.
 """
 
 from __future__ import annotations

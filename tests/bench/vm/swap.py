@@ -119,7 +119,9 @@ class Guest:
         if self.arm == ZSWAP:
             where = "/sys/module/zswap/parameters"
             guest.sh(
-                f"echo lz4 >{where}/compressor && echo zsmalloc >{where}/zpool && "
+                # Linux 6.12 has several allocators, 7.3 has only zsmalloc.
+                f"for pool in {where}/zpool*; do [ ! -e $pool ] || echo zsmalloc >$pool; done && "
+                f"echo lz4 >{where}/compressor && "
                 f"echo {ZSWAP_PERCENT} >{where}/max_pool_percent && echo Y >{where}/enabled"
             )
         if self.arm == ZRAM:
@@ -133,8 +135,12 @@ class Guest:
             self.add_area(one)
 
     def add_area(self, one: Disk) -> None:
-        device = f"/dev/{self.vm.guest.disk(one.name)}"
+        device = Path("/dev") / self.vm.guest.disk(one.name)
         discard = "-d" if one.discard else ""
+        if one.discard:
+            # Linux 6.12 frees slots in clusters, and discards them, only on a disk that does not
+            # rotate (setup_clusters() in mm/swapfile.c). It takes virtio disks for rotating ones.
+            self.vm.guest.sh(f"echo 0 >/sys/block/{device.name}/queue/rotational")
         self.vm.guest.sh(f"mkswap {device} >/dev/null && swapon {discard} {device}")
 
     def touch_ram(self) -> None:
