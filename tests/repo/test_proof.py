@@ -85,7 +85,7 @@ def rivals(host: type, of: dict[str, float]) -> dict[str, Any]:
 
 def test_report_names_a_rival_that_uses_fewer_host_bytes() -> None:
     found = rivals(Native, {POOL: 20.0})
-    assert [text.partition(" at ")[0] for text in report.unequal(found)] == [
+    assert [text.partition(" at ")[0] for text in report.unequal(report.comparisons(found))] == [
         "more RAM for the guests"
     ]
     assert {arm: value.value for arm, value, _ in report.rival_estimates(found)}[RAM] == 5
@@ -219,7 +219,7 @@ def test_page_shows_exactly_the_plots_that_were_written(keys: list[str], tmp_pat
     found = partial(*keys)
     report.write_page(found, None, page)
     assert report.text(found)
-    images = {path.name for path in (tmp_path / "docs/images").iterdir()}
+    images = {path.name for path in (tmp_path / "docs/images").glob("*")}
     assert images == set(re.findall(r"images/([\w-]+\.svg)", page.read_text()))
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +71,16 @@ def test_rate_is_read_from_the_output_of_both_benchmarks() -> None:
     assert rate("latency average = 1 ms\ntps = 45.6 (without initial connection time)\n") == 45.6
     with pytest.raises(HarnessError, match="no rate"):
         rate("FATAL: cannot connect")
+
+
+@pytest.mark.parametrize("keys", [list(MAKE), ["postgresql_ro"]], ids=["all", "none published"])
+def test_plot_has_the_published_gains_that_were_repeated(keys: list[str], tmp_path: Path) -> None:
+    found = results({WITHOUT: 6.0, WITH: 2.0, MORE: 2.0})
+    found["parts"] = {key: found["parts"][key] for key in keys}
+    page = tmp_path / "docs/benchmarks/seeds.md"
+    page.parent.mkdir(parents=True)
+    seeds_report.write_page(found, page)
+    images = {path.name for path in (tmp_path / "docs/images").glob("*")}
+    assert images == set(re.findall(r"images/([\w-]+\.svg)", page.read_text()))
+    published = [gain.experiment for gain in GAINS if gain.published != "-" and gain.part in keys]
+    assert [*seeds_report.bars(found)] == published

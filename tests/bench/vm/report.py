@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from bench.vm import build, intervals, model, output, plot
 from bench.vm.intervals import Estimate, Pair
 from bench.vm.machine import PAGE_BYTES
 from bench.vm.results import Repetition
-from bench.vm.rivals import ARMS, CACHE, KSM, OVERLAPS, POOL, RAM, ZRAM, Arm
+from bench.vm.rivals import ARMS, CACHE, COPY, KSM, OVERLAPS, POOL, RAM, ZRAM, Arm
 from bench.vm.workloads import WITH, WITHOUT, Oltp
 from harness.paths import HarnessError
 
@@ -230,52 +230,57 @@ def workload_rows(found: dict[str, Any]) -> list[list[str]]:
 def rival_rows(found: dict[str, Any], suffix: str) -> list[list[str]]:
     """Returns the table of one phase of all arms: "" only reads, "_writes" has 20 % writes."""
     out = [["overlap", "arm", "host bytes, peak", "disk reads", "arm / ours", "time"]]
-    for overlap in OVERLAPS:
-        if not (part := _rival_part(found, overlap)):
-            continue
-        of: list[Repetition] = part["repetitions"]
-        for arm in _arms(part):
-            reads = intervals.middle([one[arm.key][f"disk_mib{suffix}"] for one in of])
-            seconds = intervals.middle([one[arm.key][f"seconds{suffix}"] for one in of])
-            peak = max(one[arm.key]["host_mib"] for one in of)
-            by = intervals.ratio(_pairs(part, arm.key, POOL, f"disk_mib{suffix}"))
-            out.append(
-                [
-                    f"{overlap:.0%}",
-                    arm.what,
-                    f"{peak:,.0f} MiB",
-                    f"{reads.text(1)} MiB",
-                    by.text() if arm.key != POOL else "",
-                    f"{seconds.text()} s",
-                ]
-            )
+    for overlap, part in comparisons(found).items():
+        out += [[overlap, *cells] for cells in arm_rows(part, suffix)]
     return out
 
 
-def unequal(found: dict[str, Any]) -> list[str]:
+def arm_rows(part: dict[str, Any], suffix: str = "") -> Iterator[list[str]]:
+    """Yields the cells of each arm of a comparison."""
+    of: list[Repetition] = part["repetitions"]
+    for arm in _arms(part):
+        reads = intervals.middle([one[arm.key][f"disk_mib{suffix}"] for one in of])
+        seconds = intervals.middle([one[arm.key][f"seconds{suffix}"] for one in of])
+        peak = max(one[arm.key]["host_mib"] for one in of)
+        by = ""
+        if arm.key != POOL and POOL in of[0]:
+            by = intervals.ratio(_pairs(part, arm.key, POOL, f"disk_mib{suffix}")).text()
+        yield [
+            arm.what,
+            f"{peak:,.0f} MiB",
+            f"{reads.text(1)} MiB",
+            by,
+            f"{seconds.text()} s",
+        ]
+
+
+def comparisons(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the comparisons with rivals by the overlap of the guests' files."""
+    parts = {f"{overlap:.0%}": _rival_part(found, overlap) for overlap in OVERLAPS}
+    return {overlap: part for overlap, part in parts.items() if part}
+
+
+def unequal(compared: dict[str, dict[str, Any]]) -> list[str]:
     """Returns the arms that used fewer host bytes at their peak than this project's arm."""
     out = []
-    for overlap in OVERLAPS:
-        if part := _rival_part(found, overlap):
-            arms = _arms(part)
-            peaks = {
-                arm.key: max(one[arm.key]["host_mib"] for one in part["repetitions"])
-                for arm in arms
-            }
-            for arm in arms:
-                if arm.key not in (POOL, "pool_copy") and peaks[arm.key] < peaks[POOL]:
-                    less = 1 - peaks[arm.key] / peaks[POOL]
-                    out.append(f"{arm.what} at {overlap:.0%} ({less:.1%} less)")
+    for name, part in compared.items():
+        arms = _arms(part)
+        peaks = {
+            arm.key: max(one[arm.key]["host_mib"] for one in part["repetitions"]) for arm in arms
+        }
+        for arm in arms:
+            if arm.key not in (POOL, COPY) and peaks[arm.key] < peaks.get(POOL, 0):
+                less = 1 - peaks[arm.key] / peaks[POOL]
+                out.append(f"{arm.what} at {name} ({less:.1%} less)")
     return out
 
 
-def swap_text(found: dict[str, Any]) -> str:
+def swap_text(compared: Iterable[dict[str, Any]]) -> str:
     """Returns a sentence about the host's swap space, which the host bytes do not contain."""
     most = max(
         (
             one[arm].get("host_swap_mib", 0)
-            for overlap in OVERLAPS
-            if (part := _rival_part(found, overlap))
+            for part in compared
             for one in part["repetitions"]
             for arm in one
         ),
@@ -292,9 +297,7 @@ def winners(found: dict[str, Any]) -> list[str]:
     """Returns a sentence for each overlap and phase that names the best arms."""
     names = {arm.key: arm.what for arm in ARMS}
     out = []
-    for overlap in OVERLAPS:
-        if not (part := _rival_part(found, overlap)):
-            continue
+    for overlap, part in comparisons(found).items():
         for suffix, load_text in (("", "only reads"), ("_writes", "20 % writes")):
             best = {}
             for figure in ("disk_mib", "seconds"):
@@ -306,7 +309,7 @@ def winners(found: dict[str, Any]) -> list[str]:
                 }
                 best[figure] = names[min(medians, key=lambda key: medians[key])]
             out.append(
-                f"{overlap:.0%} common, {load_text}: fewest disk reads with {best['disk_mib']}; "
+                f"{overlap} common, {load_text}: fewest disk reads with {best['disk_mib']}; "
                 f"shortest time with {best['seconds']}."
             )
     return out
@@ -323,7 +326,7 @@ def text(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         if len(table) > 1:
             blocks.append(f"Equal host bytes, {title}\n{output.table(table)}")
     blocks += winners(found)
-    if less := unequal(found):
+    if less := unequal(comparisons(found)):
         blocks.append(f"Fewer host bytes than ours: {', '.join(less)}")
     if other:
         blocks.append(f"Other guests: {other['settings']['guests']}\n{beside(found, other)}")
@@ -512,6 +515,15 @@ def machine_text(found: dict[str, Any]) -> str:
     )
 
 
+def days_text(found: dict[str, Any]) -> str:
+    """Returns a sentence with the dates of the runs."""
+    days = sorted({run["date"] for run in found["machine"]})
+    return f"Dates of the runs: {', '.join(days)}." if days else ""
+
+
+QUICK = "The run was a quick one (`--quick`): a repeated run may give other figures."
+
+
 def load_texts(found: dict[str, Any]) -> list[str]:
     """Returns a paragraph about the load of the machine in each run, or nothing without runs."""
     runs = found["machine"]
@@ -601,7 +613,7 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         ),
         markdown(workload_rows(found)),
     ]
-    if any(_rival_part(found, overlap) for overlap in OVERLAPS):
+    if compared := comparisons(found):
         parts += [
             "## Equal host bytes",
             wrapped(
@@ -609,12 +621,13 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
                 "the host as the guests with the pool, their disks' processes and tmemd use "
                 "together: PSS, page tables and the host's page cache of the images. Swap in zram "
                 "is part of a guest's RAM. The peak is the largest of two samples per second. "
-                f"{swap_text(found)} The table has loads that only read. {ksm_text(other)}"
+                f"{swap_text(compared.values())} The table has loads that only read. "
+                f"{ksm_text(other)}"
             ),
             "![Disk reads of each arm](../images/proof-rivals.svg)",
             *bullets(winners(found)),
         ]
-        if less := unequal(found):
+        if less := unequal(compared):
             parts.append(wrapped(f"These arms had fewer bytes than ours: {', '.join(less)}."))
         parts.append(markdown(rival_rows(found, "")))
     if section := model_text(found):
@@ -644,10 +657,10 @@ def limits(found: dict[str, Any]) -> str:
     return "\n".join(wrapped(line, "- ") for line in lines)
 
 
-def speed_bars(found: dict[str, Any]) -> list[tuple[str, Estimate]]:
+def speed_bars(found: dict[str, Any]) -> list[plot.Bar]:
     """Returns the figures of which more is better, each with the title of its workload."""
     return [
-        (found["parts"][figure.part]["title"], value)
+        plot.Bar(found["parts"][figure.part]["title"], value, plot.OURS)
         for figure, value in estimates(found)
         if (figure.under == WITH and figure.over == WITHOUT) or figure.part.startswith("oltp")
     ]
@@ -655,27 +668,32 @@ def speed_bars(found: dict[str, Any]) -> list[tuple[str, Estimate]]:
 
 def write_page(found: dict[str, Any], other: dict[str, Any] | None, path: Path) -> None:
     """Writes the page and its plots."""
-    images = path.parent.parent / "images"
-    images.mkdir(exist_ok=True)
-    if some := speed_bars(found):
-        (images / "proof.svg").write_text(
-            plot.bars("Speed with the pool / without it", "more is better; 1 is no gain", some)
+    if speeds := speed_bars(found):
+        image = plot.bars(
+            "Speed with the pool / without it",
+            "times as fast, or times as many transactions per second; more is better",
+            {"": speeds},
+            ratios=True,
         )
-    groups = []
-    for overlap in OVERLAPS:
-        if part := _rival_part(found, overlap):
-            of = part["repetitions"]
-            groups += [
-                (
-                    f"{overlap:.0%} common: {arm.what}",
-                    intervals.middle([one[arm.key]["disk_mib"] for one in of]),
-                )
-                for arm in _arms(part)
-            ]
+        plot.write(path, "proof", image)
+    groups = {
+        f"{overlap} of the files common": [
+            plot.Bar(
+                arm.what,
+                intervals.middle([one[arm.key]["disk_mib"] for one in part["repetitions"]]),
+                plot.OURS if arm.key in (POOL, COPY) else plot.RIVAL,
+            )
+            for arm in _arms(part)
+        ]
+        for overlap, part in comparisons(found).items()
+    }
     if groups:
-        (images / "proof-rivals.svg").write_text(
-            plot.bars("Disk reads at equal host bytes", "MiB, less is better; only reads", groups)
+        image = plot.bars(
+            "Disk reads of four guests at equal host bytes",
+            "MiB read from the disks by a load that only reads; less is better",
+            groups,
         )
+        plot.write(path, "proof-rivals", image)
     path.write_text(page(found, other))
 
 

@@ -348,5 +348,5 @@ def run(options: argparse.Namespace) -> int:
     found = load(path)
     print(seeds_report.text(found))
     if options.page:
-        options.page.write_text(seeds_report.page(found))
+        seeds_report.write_page(found, options.page)
     return 0
