@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Benchmarks with guests: `tests/bench/run demo`, `native`, `proof` and `seeds`.
+"""Benchmarks with guests: `tests/bench/run demo`, `native`, `proof`, and more.
 
 - `__main__` runs one of them; `output` prints and writes results.
 - `machine` is a guest and the files that it reads.
@@ -12,6 +12,7 @@
   - `model` predicts times.
   - `results` keeps the checked repetitions in a file.
   - `intervals`, `plot` and `report` make the page.
+- `sizes` repeats the comparison of `rivals` with several sizes of the pool.
 - `seeds` repeats published experiments with the parts of `proof` (docs/benchmarks/seeds.md):
   - `databases` makes images with a database server and its benchmark.
   - `seeds_report` makes the page.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.vm import autosize, demo, native, proof, seeds, swap
+from bench.vm import autosize, demo, native, proof, seeds, sizes, swap
 from harness.paths import HarnessError
 
 PROGRAMS = {
@@ -17,6 +17,7 @@ PROGRAMS = {
     "native": native,
     "proof": proof,
     "seeds": seeds,
+    "sizes": sizes,
     "swap": swap,
 }
 

@@ -63,6 +63,7 @@ PHASES = (0.0, WRITE_SHARE)
 SPARE_BYTES = 2 * MIB
 
 POOL, COPY, RAM, ZRAM, CACHE, KSM = "pool", "pool_copy", "ram", "zram", "host_cache", "ksm"
+NONE = "none"  # the RAM of the guests with the pool, but no pool; only `sizes` measures this
 # The fastest scan that ksmtuned ever sets. Distributions use ksmtuned to control KSM.
 KSM_PAGES, KSM_SLEEP_MS = 1250, 10
 KSM_SECONDS = 120  # longest time for KSM to find all equal pages
@@ -87,6 +88,7 @@ ARMS = (
     Arm(ZRAM, "more RAM, and swap in zram"),
     Arm(CACHE, "the host's page cache (cache=writeback)"),
     Arm(KSM, "more RAM, and KSM", (Qemu,)),
+    Arm(NONE, "neither pool nor more memory", ()),
 )
 
 
@@ -145,16 +147,20 @@ class Rivals(Workload):
     figure = "disk_mib"
     repetitions = 5
     seconds = 240
+    compared = tuple(arm.key for arm in ARMS)  # arms that are measured, if the host can run them
 
-    def __init__(self, overlap: float, host: type = Native) -> None:
+    def __init__(
+        self, overlap: float, host: type = Native, *, pool_bytes: int = POOL_BYTES
+    ) -> None:
         self.overlap = overlap
+        self.pool_bytes = pool_bytes
         self._use_arms(host)
         self.key = f"rivals_{round(overlap * 100)}"
         self.title = f"equal host bytes, {overlap:.0%} of the files common"
         self.parameters: dict[str, Any] = {
             "guests": GUESTS,
             "RAM with the pool": f"{RAM_BYTES // MIB} MiB each",
-            "pool": f"{POOL_BYTES // MIB} MiB, one trust domain",
+            "pool": f"{pool_bytes // MIB} MiB, one trust domain",
             "file": f"{SET_BYTES // MIB} MiB each, real contents of /usr; {overlap:.0%} common",
             "slack": f"each rival gets {SPARE_BYTES // MIB} MiB more for each guest than the "
             "guests with the pool use at their peak in the warm-up",
@@ -169,7 +175,7 @@ class Rivals(Workload):
         self._ends: list[Callable[[], None]] = []
 
     def _use_arms(self, host: type) -> None:
-        self.arms = tuple(arm.key for arm in ARMS if host in arm.hosts)
+        self.arms = tuple(arm.key for arm in ARMS if host in arm.hosts and arm.key in self.compared)
 
     def prepare(self, lab: Lab) -> None:
         self._lab = lab
@@ -179,17 +185,22 @@ class Rivals(Workload):
         )
         storage.forget_cached(self._base)
         self._loads = disks.loads_image(lab.directory / "loads.img", self._requests())
+        self._boot_arms()
+
+    def _boot_arms(self) -> None:
+        """Boots the guests of all arms. Those with the pool boot first."""
         pool = self._boot(POOL, RAM_BYTES)
         ours = pool.warm_bytes
         self._swapped = swapped_bytes()
-        if isinstance(lab.host, Qemu):
+        if isinstance(self._lab.host, Qemu):
             self._boot_in_qemu(pool)
             return
         # A guest fills all of its RAM with its page cache. So its RAM is about the host memory that
         # the guest and the processes of its disks use.
         more = -(-ours // GUESTS // MIB) * MIB + SPARE_BYTES
         whole = ours + GUESTS * SPARE_BYTES
-        self._boot(COPY, RAM_BYTES)
+        if COPY in self.arms:
+            self._boot(COPY, RAM_BYTES)
         self._boot(RAM, more)
         self._boot(ZRAM, more)
         self._boot(CACHE, RAM_BYTES, whole)
@@ -267,7 +278,7 @@ class Rivals(Workload):
             throttle = None
         names = [f"{name}x{number}" for number in range(GUESTS)]
         if arm in (POOL, COPY):
-            fleet.daemon = lab.daemon(*names, pool_bytes=POOL_BYTES, domain="clones")
+            fleet.daemon = lab.daemon(*names, pool_bytes=self.pool_bytes, domain="clones")
         specs = [
             Spec(
                 name,
