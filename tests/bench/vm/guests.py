@@ -104,7 +104,7 @@ def check_on(vm: Vm | NativeVm) -> None:
 class Native:
     """User-mode Linux, at the machine's own speed."""
 
-    what = "user-mode Linux"
+    what = f"user-mode Linux {native.kind()}"
     slowdown = 1.0
 
     def __init__(self) -> None:
