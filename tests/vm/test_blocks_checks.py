@@ -979,6 +979,22 @@ def test_unmount_removes_the_area(session: Session, kernel: Kernel, test_module:
         assert (growth(before, stats(guest))["blocks_unseen"] > 0) == (off == "unmount")
 
 
+def test_disk_that_was_not_released_keeps_the_module_of_its_scsi_host(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The driver does not see an unmount while it releases its hooks, and still has the disk.
+
+    A function of scsi_debug releases the last reference to its host.
+    """
+    guest = boot(session, kernel, test_module, "sd_mod", "scsi_debug")
+    guest.sh(f"mkdir {OTHER} && mke2fs -q /dev/sda && mount -t ext4 /dev/sda {OTHER}", 60)
+    Mount(guest, OTHER).wait("on")
+    set_parameter(guest, "test_hooks_off", "unmount")
+    guest.sh(f"umount {OTHER}", 60)
+    assert guest.run("rmmod scsi_debug").status != 0
+    guest.sh("rmmod virtio_tmem && rmmod scsi_debug", 60)
+
+
 def bypass_page_cache(guest: Guest, path: str) -> None:
     """Writes a file of a disk that is memory, without a bio."""
     guest.sh(f"{SPECIAL} dax {path} on; echo 2 >/proc/sys/vm/drop_caches")
