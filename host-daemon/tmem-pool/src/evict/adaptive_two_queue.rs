@@ -424,7 +424,7 @@ impl Policy for AdaptiveTwoQueue {
 mod tests {
     use super::super::unshared;
     use super::*;
-    use crate::index::entry::Entry;
+    use crate::index::entry::{Content, Entry};
 
     /// Puts a page at ticks next to those at which the number of a tick repeats.
     #[test]
@@ -454,37 +454,78 @@ mod tests {
         }
     }
 
+    /// A tenant with two pages that were put at tick 0: one that the order by hash keeps, and one in
+    /// the small queue.
+    struct Pair {
+        policy: AdaptiveTwoQueue,
+        index: Index,
+        kept: Id,
+        passing: Id,
+    }
+
+    impl Pair {
+        fn new(kept_workingset: bool) -> Pair {
+            let chunks = Chunks::some();
+            let mut index = Index::new(1, 16, &chunks);
+            index.create_pool(1).unwrap();
+            let pool = index.pool(1).unwrap();
+            let mut policy = AdaptiveTwoQueue::new(1, chunks);
+            let (shift, ranks) = (policy.duel.sample_shift(), policy.ranks);
+            let mut keys = (0..).filter(|&key| !is_sampled(ranks.hash(key), shift));
+            let mut put = |pattern, workingset| {
+                let key_hash = keys.next().unwrap();
+                let mut entry = Entry::default();
+                entry.set_content(Content::Same(pattern), 0, false);
+                let id = index.insert(pool, 1, key_hash, entry).unwrap();
+                (policy.tick, policy.left) = (0, u32::MAX);
+                let arrival = Arrival {
+                    key_hash,
+                    workingset,
+                };
+                policy.insert(&mut index.entries, id, arrival);
+                id
+            };
+            let (kept, passing) = (put(KEPT, kept_workingset), put(PASSING, false));
+            Pair {
+                policy,
+                index,
+                kept,
+                passing,
+            }
+        }
+    }
+
+    const KEPT: u32 = 1;
+    const PASSING: u32 = 2;
+
     /// The small queue always has a page here, which would be evicted first otherwise.
     #[test]
     fn order_by_hash_evicts_a_kept_page_that_is_too_old() {
-        let chunks = Chunks::some();
-        let mut index = Index::new(1, 16, &chunks);
-        index.create_pool(1).unwrap();
-        let pool = index.pool(1).unwrap();
-        let mut policy = AdaptiveTwoQueue::new(1, chunks);
-        let shift = policy.duel.sample_shift();
-        let ranks = policy.ranks;
-        let mut keys = (0..).filter(|&key| !is_sampled(ranks.hash(key), shift));
-        let mut put = |policy: &mut AdaptiveTwoQueue, index: &mut Index, workingset| {
-            let key_hash = keys.next().unwrap();
-            let id = index.insert(pool, 1, key_hash, Entry::default()).unwrap();
-            (policy.tick, policy.left) = (0, u32::MAX);
-            policy.insert(
-                &mut index.entries,
-                id,
-                Arrival {
-                    key_hash,
-                    workingset,
-                },
-            );
-            id
-        };
-        let kept = put(&mut policy, &mut index, true);
-        let passing = put(&mut policy, &mut index, false);
-        for (ticks, victim) in [(0, passing), (2047, passing), (2048, kept)] {
-            policy.tick = ticks;
+        let mut pair = Pair::new(true);
+        for (ticks, victim) in [(0, pair.passing), (2047, pair.passing), (2048, pair.kept)] {
+            pair.policy.tick = ticks;
             assert_eq!(
-                policy.victim_by_hash(&mut index, false, &unshared),
+                pair.policy
+                    .victim_by_hash(&mut pair.index, false, &unshared),
+                Some(victim),
+                "after {ticks} ticks"
+            );
+        }
+    }
+
+    /// A page of the small queue that is kept because its content is shared moves to the main queue,
+    /// so each case needs pages of its own.
+    #[test]
+    fn order_by_hash_evicts_a_shared_page_that_is_too_old() {
+        for (ticks, is_too_old) in [(0, false), (2047, false), (2048, true)] {
+            let mut pair = Pair::new(false);
+            pair.policy.tick = ticks;
+            pair.policy.others.bound = 1.0;
+            let references = |content| if content == Content::Same(KEPT) { 2 } else { 1 };
+            let victim = if is_too_old { pair.kept } else { pair.passing };
+            assert_eq!(
+                pair.policy
+                    .victim_by_hash(&mut pair.index, false, &references),
                 Some(victim),
                 "after {ticks} ticks"
             );
