@@ -270,8 +270,8 @@ static bool fill(struct bio *bio, u64 deadline_ns)
 
 /*
  * Begins a read. @deadline_ns is 0 if the disk has to read it, and TMEM_FILL_FIRST if it was not
- * submitted before. Returns true if the bio has ended, or will end later. Without a device, only
- * reads that a fill has left are recorded, because the fill may have asked for a comparison.
+ * submitted before. Returns true if the bio has ended, or will end later. Reads are not recorded
+ * while there is no device.
  */
 static bool begin_read(struct bio *bio, u64 deadline_ns)
 {
@@ -283,7 +283,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 	u64 at;
 
 	/* dm uses bi_private of a polled bio. */
-	if ((deadline_ns && !tmem_dev_exists()) || bio->bi_opf & REQ_POLLED || is_encoded(bio) ||
+	if (!tmem_dev_exists() || bio->bi_opf & REQ_POLLED || is_encoded(bio) ||
 	    !bio->bi_end_io || !bio_sectors(bio) || !folio_test_locked(page_folio(bio_page(bio))))
 		return false;
 	if (deadline_ns && fill(bio, deadline_ns))
@@ -488,7 +488,8 @@ static bool end_pages(struct tracked *t, unsigned int *budget)
 static bool is_failure(blk_status_t status)
 {
 	return status && status != BLK_STS_NOTSUPP && status != BLK_STS_AGAIN &&
-	       status != BLK_STS_TARGET && status != BLK_STS_INVAL;
+	       status != BLK_STS_TARGET &&
+	       (status != BLK_STS_INVAL || TMEM_WITHOUT(INVAL));
 }
 
 /*

@@ -257,6 +257,7 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_GET_WRITTEN] = "get_written",
 	[TMEM_CHECK_SERVED] = "served",
 	[TMEM_CHECK_DRAINED] = "drained",
+	[TMEM_CHECK_INVAL] = "inval",
 };
 
 static int set_blocks_without(const char *val, const struct kernel_param *kp)

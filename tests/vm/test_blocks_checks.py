@@ -52,6 +52,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 SPECIAL = "/bin/special"
 OTHER = "/other"
 THIRD = "/third"
+DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
 CGROUPS = "/sys/fs/cgroup"
 GROUP = f"{CGROUPS}/readers"
 PAGE = 4096
@@ -320,6 +321,19 @@ def test_policy_reaches_pages_that_have_left_the_page_cache(
         assert growth(before, stats(guest))["puts"] == puts, check
 
 
+def write_without_device(file: File) -> bytes:
+    """Writes a block whose page is in the page cache, while the driver has no device."""
+    guest = file.guest
+    assert file.read() == OLD
+    name = guest.sh(f"cd {DRIVER} && echo virtio*").split()[0]
+    guest.sh(f"echo {name} >{DRIVER}/unbind", 60)
+    assert file.write().wait().status == 0
+    guest.sh(f"echo {name} >{DRIVER}/bind", 60)
+    wait_state(guest, "on")
+    evict(guest, file.path)
+    return file.read()
+
+
 @pytest.mark.smoke
 def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module: Path) -> None:
     """Writes that meet puts and gets of their block."""
@@ -331,6 +345,7 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
             "forget": lambda: written(File(guest, WHERE, device)),
             "in_flight": lambda: put_during_write(File(guest, WHERE, device)),
             "get_seq": lambda: write_during_get(File(guest, WHERE, device)),
+            "erase": lambda: write_without_device(File(guest, WHERE, device)),
         },
     )
     # A get after the records of a write were erased, and before the index entries are.
@@ -588,6 +603,29 @@ def test_checks_of_commands_and_places(session: Session, kernel: Kernel, test_mo
     guest.mount("small", OTHER)
     Mount(guest, OTHER).wait("on")
     check_whole_blocks(guest)
+
+
+def test_write_that_the_disk_cannot_take_does_not_stop_the_cache(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A user can cause an error of a direct write, on a disk whose requests must have no gaps."""
+    if kernel.version < PIECES_SINCE:
+        pytest.skip(f"Linux {kernel.series} submits no such write")
+    guest = boot(session, kernel, test_module, "null_blk")
+    device = "/dev/nullb0"
+    guest.sh(
+        "rmmod null_blk; insmod /modules/null_blk.ko nr_devices=1 gb=1 memory_backed=1"
+        f" bs={PAGE} virt_boundary=1"
+    )
+    guest.sh(f"mkdir {OTHER} && mke2fs -q -b {PAGE} {device} {OTHER_BYTES // PAGE}", 60)
+    guest.sh(f"mount -t ext4 {device} {OTHER}", 60)
+    file = File(guest, OTHER, device)
+    for removed in (False, True):
+        without(guest, "inval" if removed else "")
+        said = guest.sh(f"{SPECIAL} pieces {device} {file.offset} {PAGE} {SECTOR}")
+        assert said == "failed: Invalid argument\n"
+        blocked = file.mount.read("state").startswith("blocked: a write of the disk failed")
+        assert blocked == removed
 
 
 def replace_tables(guest: Guest) -> None:
