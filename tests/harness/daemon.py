@@ -71,7 +71,8 @@ class Daemon:
         command += ["--control", str(self.control)]
         # Keep the daemon from reacting to this machine's memory, which may be short.
         # tests/vm/test_pressure.py tests that reaction in a VM.
-        command += ["--host-free-min", "0B", "--memory-pressure", "none"]
+        if "--host-free-min" not in self.options:
+            command += ["--host-free-min", "0B", "--memory-pressure", "none"]
         for tenant in self.tenants:
             more = f",trust_domain={tenant.trust_domain}" if tenant.trust_domain else ""
             more += f",uuid={tenant.uuid}" if tenant.uuid else ""

@@ -178,12 +178,16 @@ class MemoryGroup:
     def _paths(self) -> set[Path]:
         return {self._memory, self._disk}
 
+    def process_files(self) -> set[Path]:
+        """Returns the files to which the pid of a process is written to move it into the group."""
+        return {path / "cgroup.procs" for path in self._paths()}
+
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Moves this process into the control group for a while: new children of it stay there."""
         before = self._own()
-        for path in self._paths():
-            (path / "cgroup.procs").write_text(str(os.getpid()))
+        for path in self.process_files():
+            path.write_text(str(os.getpid()))
         try:
             yield
         finally:
@@ -201,14 +205,38 @@ class MemoryGroup:
                 out.append(ROOT / controllers / path.lstrip("/"))
         return out
 
-    def limit(self, count_bytes: int) -> None:
-        """Limits the memory. Guest memory must not be swapped out instead of page cache."""
+    def limit(self, count_bytes: int, swap_bytes: int = 0) -> None:
+        """Limits the memory, and the swap space. Without swap, only page cache is reclaimed."""
         if self._v2:
-            (self._memory / "memory.swap.max").write_text("0")
+            (self._memory / "memory.swap.max").write_text(str(swap_bytes))
             (self._memory / "memory.max").write_text(str(count_bytes))
-        else:
+            return
+        if not swap_bytes:
             (self._memory / "memory.swappiness").write_text("0")
-            (self._memory / "memory.limit_in_bytes").write_text(str(count_bytes))
+        (self._memory / "memory.limit_in_bytes").write_text(str(count_bytes))
+        if swap_bytes:
+            both = self._memory / "memory.memsw.limit_in_bytes"
+            both.write_text(str(count_bytes + swap_bytes))
+
+    def charged_bytes(self) -> int:
+        """Returns the bytes of memory that the control group uses, without swap space."""
+        name = "memory.current" if self._v2 else "memory.usage_in_bytes"
+        return int((self._memory / name).read_text())
+
+    def swapped_bytes(self) -> int:
+        """Returns the bytes of swap space that the control group uses."""
+        if self._v2:
+            return int((self._memory / "memory.swap.current").read_text())
+        return self._number("memory.stat", "swap")
+
+    def oom_kills(self) -> int:
+        """Returns the number of processes that the kernel has killed because of the limit."""
+        return self._number("memory.events" if self._v2 else "memory.oom_control", "oom_kill")
+
+    def _number(self, file: str, name: str) -> int:
+        """Returns a number of a file that has a name and a number in each line."""
+        lines = (self._memory / file).read_text().splitlines()
+        return {key: int(value) for key, value in (line.split() for line in lines)}[name]
 
     def limit_reads(self, path: Path, limits: Throttle) -> None:
         """Limits reads from the disk that holds this file."""
@@ -222,9 +250,8 @@ class MemoryGroup:
 
     def cached_bytes(self) -> int:
         """Returns the bytes of page cache that the control group uses, without guest memory."""
-        lines = (self._memory / "memory.stat").read_text().splitlines()
-        stat = {name: int(value) for name, value in (line.split() for line in lines)}
-        return stat["file" if self._v2 else "cache"] - stat["shmem"]
+        files = self._number("memory.stat", "file" if self._v2 else "cache")
+        return files - self._number("memory.stat", "shmem")
 
     def remove(self) -> None:
         """Removes the control group, whose processes must have ended."""
