@@ -646,9 +646,9 @@ def limits(found: dict[str, Any]) -> str:
             "share another one."
         )
     lines = (
-        "Native guests are user-mode Linux with one processor. A system call takes 8 to 17 µs, "
-        "which adds to every read(2) of both arms and makes speedups smaller. There are no exits "
-        "and no large folios.",
+        "Native guests are user-mode Linux with one processor. A system call takes 4 µs with Linux "
+        "7.3, and 6 to 17 µs with 6.12. This adds to every read(2) of both arms and makes speedups "
+        "smaller. There are no exits and no large folios.",
         placement,
         "In the arm with the host's page cache, hits in that cache do not count against the disk's "
         "limit: a control group limits only reads from the host's disk that holds the image. "
