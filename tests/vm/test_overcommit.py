@@ -37,7 +37,7 @@ VMS, RAM_BYTES = 4, 256 * MIB
 # RAM of the host for guests and the pool. The programs' own memory is added to it.
 HOST_BYTES = VMS * RAM_BYTES * 2 // 3
 FREE_MIN_BYTES = 16 * MIB
-FILE, FILE_MIB = f"{WHERE}/file", 56
+FILE, FILE_MIB = f"{WHERE}/file", 52
 FLOOR_MIB = 8
 # Memory that QEMU and the kernel take for pages that a guest uses: tables and translated code.
 EXTRA_BYTES = 48 * MIB
