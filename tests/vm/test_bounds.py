@@ -35,9 +35,11 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 # Number of instructions for which an operation of the index may keep a processor from other work.
 # QEMU's -icount counts a nanosecond for each instruction of the guest, so load of the host has no
-# effect. Linux 7.2 frees the memory of erased leaves in soft interrupts of up to 480,000
-# instructions.
-SECTION_INSTRUCTIONS = 600_000
+# effect on the operation.
+SECTION_INSTRUCTIONS = 200_000
+# A soft interrupt may call RCU callbacks for 3 ms (rcu_resched_ns in kernel/rcu/tree.c). With Linux
+# 7.2, sections beside the sweep had up to 690,000 instructions.
+RCU_INSTRUCTIONS = 3_000_000
 # Memory of the guest. Its index has space for the 40,960 leaves that testing/sections.c makes.
 SECTIONS_RAM = 1024 * MIB
 ROUNDS = 40  # mounts and unmounts
@@ -77,8 +79,10 @@ def test_operations_of_the_index_reschedule_after_bounded_work(
     # A section delays the thread that measures in addition to the work of the kernel when it is
     # idle.
     bound = found["idle"][0] + SECTION_INSTRUCTIONS
+    if kernel.series == "7.2":
+        bound += RCU_INSTRUCTIONS
     late = {name: longest for name, (longest, _, _) in found.items() if longest > bound}
-    assert not late, f"sections of more than {SECTION_INSTRUCTIONS} instructions: {late}"
+    assert not late, f"sections of more than {bound} instructions: {late}"
 
 
 def test_full_index_keeps_most_pages_of_a_large_file(
