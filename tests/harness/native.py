@@ -82,35 +82,34 @@ KINDS = {
 DEFAULT = "7.3"
 
 
-def kind() -> str:
-    """Returns the kind of kernel that TMEM_NATIVE_KERNEL names, or the default."""
-    name = os.environ.get("TMEM_NATIVE_KERNEL", DEFAULT)
-    return name if name in KINDS else DEFAULT
+def chosen() -> str:
+    """Returns the kind of kernel that TMEM_NATIVE_KERNEL names, or the path of a kernel."""
+    return os.environ.get("TMEM_NATIVE_KERNEL", DEFAULT)
 
 
 def build() -> Path:
-    """Returns the kernel of the chosen kind, which is in the cache or is built from these sources.
+    """Returns the chosen kernel. One of a kind is in the cache, or is built from these sources.
 
-    TMEM_NATIVE_KERNEL may also be the path of a kernel. The cache keeps the tree with its objects,
+    The cache keeps the tree with its objects,
     so that a change of the driver only compiles the driver and links. The first build takes 5 to 13
     minutes of one core.
     """
-    chosen = os.environ.get("TMEM_NATIVE_KERNEL", DEFAULT)
-    if chosen not in KINDS:
-        if not os.access(chosen, os.X_OK):
+    name = chosen()
+    if name not in KINDS:
+        if not os.access(name, os.X_OK):
             raise HarnessError(
-                f"TMEM_NATIVE_KERNEL: {chosen} is neither a program nor one of {', '.join(KINDS)}"
+                f"TMEM_NATIVE_KERNEL: {name} is neither a program nor one of {', '.join(KINDS)}"
             )
-        return Path(chosen)
+        return Path(name)
     base = cache_dir() / "kernel/native"
     base.mkdir(parents=True, exist_ok=True)
-    sources = [*series(KINDS[chosen].series), *_lab_patches(chosen), *_configs(chosen)]
+    sources = [*series(KINDS[name].series), *_lab_patches(name), *_configs(name)]
     tree = base / digest_of(sources)
     linux = tree / f"linux-{digest_of(driver_sources())}"
     with open(base / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not linux.is_file():
-            _build(chosen, base, tree, linux)
+            _build(name, base, tree, linux)
         os.utime(linux)
         return linux
 
@@ -125,7 +124,7 @@ def _configs(name: str) -> list[Path]:
 
 def _build(name: str, base: Path, tree: Path, linux: Path) -> None:
     source, out = tree / "source", tree / "out"
-    chosen = KINDS[name]
+    kind = KINDS[name]
     if not (tree / "ready").exists():
         trees = [path for path in base.iterdir() if path.is_dir()]
         trees.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -134,20 +133,20 @@ def _build(name: str, base: Path, tree: Path, linux: Path) -> None:
         shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir()
         say(f"fetching the source of the native kernel {name}")
-        unpack(tree, *chosen.source)
+        unpack(tree, *kind.source)
         for directory in UNUSED:
             for path in (source / directory).rglob("*.[ch]"):
                 path.unlink()
         out.mkdir()
-        run(APPLY, source, chosen.series)
+        run(APPLY, source, kind.series)
         for patch in _lab_patches(name):
             run("patch", "-d", source, "-p1", "--fuzz=0", "--quiet", "-i", patch)
         (tree / "ready").touch()
-    run(APPLY, "--driver-only", source, chosen.series)
+    run(APPLY, "--driver-only", source, kind.series)
     config = tree / "all.config"
     options = merge(path.read_text() for path in _configs(name))
     options["CONFIG_LOCALVERSION"] = '"-tmem-native"'
-    config.write_text("".join(f"{name}={value}\n" for name, value in options.items()))
+    config.write_text("".join(f"{option}={value}\n" for option, value in options.items()))
     arguments = ["ARCH=um", f"O={out}", f"KCONFIG_ALLCONFIG={config}"]
     if not (out / ".config").exists():
         run_make(source, *arguments, "allnoconfig")
@@ -225,10 +224,12 @@ class NativeVm:
         """Returns the guest's command line; `agent` is the descriptor that leads to the agent."""
         config = self.config
         linux, image = self.prepare()
+        # A kernel that is given by its path ignores arguments that it does not know.
+        kind = KINDS.get(chosen(), KINDS[DEFAULT])
         command = [
             str(linux), f"mem={config.memory_bytes // MIB}M", f"initrd={image}", "rdinit=/init",
             "con=null", "con0=null,fd:1", f"ssl0=fd:{agent}", "TMEM_AGENT=/dev/ttyS0",
-            "loglevel=6", "oops=panic", "panic=-1", *KINDS[kind()].arguments,
+            "loglevel=6", "oops=panic", "panic=-1", *kind.arguments,
         ]  # fmt: skip
         for export in self.exports:
             command.append(f"virtio_uml.device={export.socket}:{DEVICE_ID_BLOCK}")

@@ -104,7 +104,7 @@ def check_on(vm: Vm | NativeVm) -> None:
 class Native:
     """User-mode Linux, at the machine's own speed."""
 
-    what = f"user-mode Linux {native.kind()}"
+    what = f"user-mode Linux {Path(native.chosen()).name}"
     slowdown = 1.0
 
     def __init__(self) -> None:

@@ -207,15 +207,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    own, other = (RESULTS_KVM, RESULTS) if options.kvm else (RESULTS, RESULTS_KVM)
-    path = options.json or own
+def run_parts(
+    options: argparse.Namespace, path: Path, parts: Parts, make_host: Callable[[], Host] = Native
+) -> dict[str, Any]:
+    """Measures the repetitions that a file of results lacks, and returns all its results.
+
+    With --report, only reads the file.
+    """
+    path = options.json or path
     if not options.report:
         host_binary("tmemctl")
-        host: Host = Qemu() if options.kvm else Native()
-        results = Results(path, settings(options.quick, host), fresh=options.fresh)
-        Run(host, results, options.quick).all(options.only or [*MAKE])
-    found = report.load(path)
+        host = make_host()
+        results = Results(path, settings(options.quick, host, parts), fresh=options.fresh)
+        Run(host, results, options.quick, parts).all(options.only or [*parts])
+    return report.load(path)
+
+
+def run(options: argparse.Namespace) -> int:
+    own, other = (RESULTS_KVM, RESULTS) if options.kvm else (RESULTS, RESULTS_KVM)
+    found = run_parts(options, own, MAKE, Qemu if options.kvm else Native)
     beside = report.load(other) if other.exists() else None
     print(report.text(found, beside))
     if options.page:

@@ -19,16 +19,15 @@ from typing import Any
 from bench.vm import databases, disks, seeds_report
 from bench.vm.build import Build
 from bench.vm.databases import MARIADB, POSTGRESQL, Server, in_system, rate
-from bench.vm.guests import Box, Lab, Native, Use, fio_command, fio_report
+from bench.vm.guests import Box, Lab, Use, fio_command, fio_report
 from bench.vm.machine import BATCH_BYTES, DATA, SEED, contents
-from bench.vm.proof import Parts, Run, add_common_arguments, settings
-from bench.vm.report import load
-from bench.vm.results import Measured, Results
+from bench.vm.proof import Parts, add_common_arguments, run_parts
+from bench.vm.results import Measured
 from bench.vm.rivals import Fleet
 from bench.vm.workloads import CONTENTS, WITH, WITHOUT, Paired, compare_with_disk
 from harness import disk
 from harness.disk import CLOUD_VOLUME, Throttle
-from harness.paths import ROOT, HarnessError, guest_program, host_binary
+from harness.paths import ROOT, HarnessError, guest_program
 from harness.vm import MIB
 
 RESULTS = ROOT / "build/seeds.json"
@@ -339,13 +338,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    path = options.json or RESULTS
-    if not options.report:
-        host_binary("tmemctl")
-        host = Native()
-        results = Results(path, settings(options.quick, host, MAKE), fresh=options.fresh)
-        Run(host, results, options.quick, MAKE).all(options.only or [*MAKE])
-    found = load(path)
+    found = run_parts(options, RESULTS, MAKE)
     print(seeds_report.text(found))
     if options.page:
         seeds_report.write_page(found, options.page)

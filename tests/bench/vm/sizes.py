@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.vm import intervals, output, plot, report
-from bench.vm.guests import Native
 from bench.vm.host_bytes import swapped_bytes
 from bench.vm.intervals import Estimate
-from bench.vm.proof import Parts, Run, add_common_arguments, settings
-from bench.vm.results import Results
+from bench.vm.proof import Parts, add_common_arguments, run_parts
 from bench.vm.rivals import ARMS, CACHE, GUESTS, NONE, POOL, RAM, RAM_BYTES, ZRAM, Rivals
-from harness.paths import ROOT, host_binary
+from harness.paths import ROOT
 from harness.vm import MIB
 
 RESULTS = ROOT / "build/sizes.json"
@@ -186,13 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    path = options.json or RESULTS
-    if not options.report:
-        host_binary("tmemctl")
-        host = Native()
-        results = Results(path, settings(options.quick, host, MAKE), fresh=options.fresh)
-        Run(host, results, options.quick, MAKE).all(options.only or [*MAKE])
-    found = report.load(path)
+    found = run_parts(options, RESULTS, MAKE)
     print(f"{output.table(rows(found))}\n\n{summary(found)}")
     if options.page:
         write_page(found, options.page)
