@@ -378,6 +378,22 @@ static void a_busy_thread_prevents_large_steps(void)
 		}
 		CHECK((guest.why == AUTOSIZE_FLOOR) == (busy == 20));
 	}
+	/* Large steps may cause a little load: it prevents them, and does not end them. */
+	start(1000);
+	for (t = 0; t < 200; t++)
+		CHECK(second(1, 1, 10) <= AUTOSIZE_STEP_BYTES_MAX);
+	start(1000);
+	quiet_seconds(125);
+	CHECK(second(1, 1, 20) > AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(second(1, 1, 20) > AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(second(1, 1, 30) <= AUTOSIZE_STEP_BYTES_MAX);
+	/* The service's own time is no load, either. */
+	start(1000);
+	for (t = 0; t < 125; t++) {
+		guest.now.own_busy += TICKS * 60 / 100;
+		step = second(1, 1, 61);
+	}
+	CHECK(step > AUTOSIZE_STEP_BYTES_MAX);
 	start(1000);
 	quiet_seconds(100);
 	guest.now.now_s += HOUR;

@@ -22,8 +22,9 @@
 #define AUTOSIZE_STEP_BYTES_MIN	(128ull << 10)
 /*
  * Factor of steps while the processors are idle: less than IDLE_BUSY of their time and less than
- * IDLE_BUSY_ONE of the time of one of them is in use. If a sample comes later than GAP_S, the guest
- * did not run, and what its processors will do is not known.
+ * IDLE_BUSY_ONE of the time of one of them is in use. Large steps themselves are work for kernel
+ * threads, so they go on until IDLE_BUSY_ONE is in use. If a sample comes later than GAP_S, the
+ * guest did not run, and what its processors will do is not known.
  */
 #define AUTOSIZE_IDLE_FACTOR	10
 #define AUTOSIZE_IDLE_BUSY	0.05
@@ -83,6 +84,7 @@ struct autosize_sample {
 	bool on, reports, swaps;	/* see CACHE_OFF, NO_REPORTING and SWAP */
 	uint64_t stall_us;		/* time for which tasks waited for memory */
 	uint64_t busy, ticks;		/* processor time in use, and all processor time */
+	uint64_t own_busy;		/* the part of busy that the service has used */
 	unsigned int cpus;
 	uint64_t file_bytes;		/* file pages in memory */
 	uint64_t evicted;		/* file pages that the kernel has evicted */
@@ -97,6 +99,7 @@ struct autosize_sample {
 struct autosize {
 	struct autosize_sample last;
 	bool begun, requested, at_floor;
+	bool idle;			/* the last step was a large one */
 	uint64_t stall_us[AUTOSIZE_STALL_SAMPLES];
 	unsigned int next_stall;
 	double busy_at_s;		/* last time at which the processors were not idle */
@@ -147,7 +150,8 @@ static inline uint64_t autosize_add(struct autosize *law, const struct autosize_
 	double keep = AUTOSIZE_RECENT_S / (AUTOSIZE_RECENT_S + seconds);
 	uint64_t refaults = now->refaults - last->refaults, hits = now->hits - last->hits;
 	uint64_t disk = refaults > hits ? refaults - hits : 0, stall_us = 0;
-	int64_t busy = now->busy - last->busy, ticks = now->ticks - last->ticks;
+	int64_t busy = (now->busy - last->busy) - (now->own_busy - last->own_busy);
+	int64_t ticks = now->ticks - last->ticks;
 	double part = AUTOSIZE_IDLE_BUSY;
 	unsigned int i;
 
@@ -165,7 +169,7 @@ static inline uint64_t autosize_add(struct autosize *law, const struct autosize_
 	law->next_stall = (law->next_stall + 1) % AUTOSIZE_STALL_SAMPLES;
 	for (i = 0; i < AUTOSIZE_STALL_SAMPLES; i++)
 		stall_us += law->stall_us[i];
-	if (now->cpus && AUTOSIZE_IDLE_BUSY_ONE / now->cpus < part)
+	if (now->cpus && (law->idle || AUTOSIZE_IDLE_BUSY_ONE / now->cpus < part))
 		part = AUTOSIZE_IDLE_BUSY_ONE / now->cpus;
 	if (busy > ticks * part || seconds > AUTOSIZE_GAP_S)
 		law->busy_at_s = now->now_s;
@@ -241,6 +245,7 @@ static inline uint64_t autosize_step(struct autosize *law, const struct autosize
 	bool paused = law->last.now_s < law->until_s;
 	enum autosize_why trouble;
 
+	law->idle = law->idle && law->requested;
 	law->requested = false;
 	if (!law->begun) {
 		law->begun = true;
@@ -287,7 +292,8 @@ static inline uint64_t autosize_step(struct autosize *law, const struct autosize
 		law->quiet_s = 0;
 	}
 	step = now->file_bytes / AUTOSIZE_STEP_PART;
-	if (now->now_s - law->busy_at_s >= limits->idle_s) {
+	law->idle = now->now_s - law->busy_at_s >= limits->idle_s;
+	if (law->idle) {
 		step *= AUTOSIZE_IDLE_FACTOR;
 		most *= AUTOSIZE_IDLE_FACTOR;
 	}

@@ -275,6 +275,7 @@ static bool has_swap(void)
 static void cpu_ticks(struct autosize_sample *sample)
 {
 	unsigned long long user, nice, system, idle, iowait, irq, softirq, steal;
+	struct timespec used;
 	char line[256];
 
 	if (!read_line("/proc", "stat", line, sizeof(line)) ||
@@ -283,6 +284,8 @@ static void cpu_ticks(struct autosize_sample *sample)
 		return;
 	sample->busy = user + nice + system + irq + softirq + steal;
 	sample->ticks = sample->busy + idle + iowait;
+	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+	sample->own_busy = (used.tv_sec + used.tv_nsec / 1e9) * sysconf(_SC_CLK_TCK);
 	sample->cpus = sysconf(_SC_NPROCESSORS_ONLN);
 }
 
