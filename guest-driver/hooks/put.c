@@ -260,8 +260,11 @@ void tmem_probe_removed(void *data, struct folio *folio)
 		return;
 	}
 	/* The driver caches regular files only. This check saves the look-up of the file system. */
-	if (!inode || !S_ISREG(inode->i_mode))
+	if (!inode || !S_ISREG(inode->i_mode)) {
+		if (inode && S_ISBLK(inode->i_mode) && !folio_ref_count(folio))
+			tmem_count_n(TMEM_STAT_puts_skipped_metadata, folio_nr_pages(folio));
 		return;
+	}
 
 	rcu_read_lock();
 	fs = tmem_fs_find(inode->i_sb);

@@ -89,7 +89,7 @@ struct autosize_sample {
 	uint64_t file_bytes;		/* file pages in memory */
 	uint64_t evicted;		/* file pages that the kernel has evicted */
 	uint64_t own;			/* the part of these that the service has evicted */
-	uint64_t taken;			/* evicted pages that the driver sent to the pool */
+	uint64_t taken;			/* those that the driver sent to the pool, or cannot send */
 	uint64_t failed;		/* those of them that the pool does not have: known later */
 	uint64_t refaults;		/* file pages that were read again after an eviction */
 	uint64_t hits;			/* pages that came from the pool */

@@ -39,12 +39,14 @@
 #define VIRTIO_BALLOON_F_REPORTING	5
 /*
  * The kernel reports free blocks of 2 MiB by default. Reclaimed pages are scattered, and seldom
- * form such blocks. Blocks of order 4 (64 KiB) need no compaction.
+ * form such blocks before compaction, but often blocks of order 4 (64 KiB).
  */
 #define ORDER_DEFAULT	4
 #define ORDER_LARGE	9
 #define MIB		(1024 * 1024ull)
+/* Reclaimed memory after which memory is compacted: with large blocks; otherwise, at the end. */
 #define COMPACT_BYTES	(256 * MIB)
+#define COMPACT_END_BYTES (64 * MIB)
 /* Size of one write to memory.reclaim: Linux 6.1 reclaims all of it at least, without a break. */
 #define PIECE_BYTES	MIB
 #define INTERVAL_S	1.0
@@ -297,7 +299,12 @@ static void sample_step(struct autosize_sample *now)
 	now->stall_us = stall_us();
 	/* Read the number of evicted pages first, because a put precedes its eviction. */
 	now->evicted = evicted_pages();
-	now->taken = counter("puts") + counter("refs");
+	/*
+	 * Pages that were read before the driver was loaded, and metadata of file systems, are no
+	 * sign of a full pool. Only reads from the disk speak against reclaiming them.
+	 */
+	now->taken = counter("puts") + counter("refs") + counter("blocks_puts_none") +
+		     counter("puts_skipped_metadata");
 	now->failed = counter("puts_refused") + counter("puts_unanswered") + counter("refs_gone") +
 		      counter("refs_unanswered") + counter("refs_dropped");
 }
@@ -351,15 +358,20 @@ static void set_order(void)
 }
 
 /*
- * Makes large free blocks of the reclaimed pages, if the kernel reports only such blocks. Tasks may
- * wait for compaction, so it does not follow reclaim that ended because something is wrong.
+ * Makes blocks of the reclaimed pages that are large enough for the kernel to report. Tasks may
+ * wait for compaction, so it does not follow reclaim that ended because something is wrong. If the
+ * kernel reports small blocks, only an idle guest compacts memory.
  */
-static void compact(enum autosize_why why)
+static void compact(enum autosize_why why, bool idle)
 {
+	uint64_t bytes = (own.evicted - own.compacted) * AUTOSIZE_PAGE_BYTES;
+
 	if (why != AUTOSIZE_RETURNING && why != AUTOSIZE_FLOOR && why != AUTOSIZE_NOTHING)
 		return;
-	if (options.order == ORDER_LARGE && own.evicted != own.compacted &&
-	    !write_text(COMPACT, "1"))
+	if (options.order != ORDER_LARGE &&
+	    (!idle || why == AUTOSIZE_RETURNING || bytes < COMPACT_END_BYTES))
+		return;
+	if (bytes && !write_text(COMPACT, "1"))
 		complain(COMPACT);
 	own.compacted = own.evicted;
 }
@@ -415,7 +427,7 @@ static bool reclaim(uint64_t bytes)
 	close(device);
 	own.evicted += evicted_pages() - begun.evicted;
 	if (!harm && (own.evicted - own.compacted) * AUTOSIZE_PAGE_BYTES >= COMPACT_BYTES)
-		compact(AUTOSIZE_RETURNING);
+		compact(AUTOSIZE_RETURNING, false);
 	return go_on;
 }
 
@@ -564,7 +576,7 @@ static void serve(const sigset_t *signals)
 			if (!reclaim(bytes))
 				break;
 		} else if (why != said && why != AUTOSIZE_WAITING) {
-			compact(why);
+			compact(why, law.idle);
 			report((own.evicted - from) * AUTOSIZE_PAGE_BYTES,
 			       said == AUTOSIZE_RETURNING ? now.now_s - began_s : 0, why,
 			       law.until_s > now.now_s ? law.until_s - now.now_s : 0);
@@ -618,7 +630,7 @@ static void once(void)
 		if (!reclaim(left))
 			return;
 	}
-	compact(why);
+	compact(why, true);
 	if (why != AUTOSIZE_RETURNING)
 		report(own.evicted * AUTOSIZE_PAGE_BYTES, uptime_s() - began_s, why, 0);
 	else if (json)
