@@ -47,15 +47,12 @@ enum Command {
     ///
     /// It also measures how long a VM waits for its pages while another VM keeps the worker busy.
     Path(path::Args),
-    /// Hit ratios of the engine's eviction policy, S3-FIFO, SIEVE and the optimum, on recorded
-    /// traces and on generated loads.
+    /// Hit ratios of the engine's eviction policies and the optimum, on recorded traces and on
+    /// generated loads.
     ///
-    /// lru and adaptive-two-queue are the engine's own code. S3-FIFO and SIEVE are simulated as
-    /// published, in two variants, because a get removes its page from the pool: with "kept", a
-    /// page that the guest puts again takes its former place in the queue; with "new", it takes a
-    /// new one. The optimum knows all later requests, so no real policy can reach it. The
-    /// comparison measures no time and takes about a minute. docs/benchmarks/policy.md discusses
-    /// the results.
+    /// lru and adaptive-two-queue are the engine's own code. The optimum knows all later requests,
+    /// so no real policy can reach it. The comparison measures no time and takes about a minute.
+    /// docs/benchmarks/policy.md discusses the results.
     Policies(policies::Args),
     /// Whether a guest can find out by timing that a VM of another trust domain has a page.
     Timing(timing::Args),

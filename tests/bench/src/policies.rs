@@ -1,24 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compares eviction policies on recorded traces and on generated loads, by the share of gets that
-//! are hits: the engine's own policies, S3-FIFO, SIEVE and the optimum.
+//! are hits: the engine's own policies and the optimum.
 //!
-//! The engine's policies are the engine's code (replay.rs). S3-FIFO and SIEVE are simulated
-//! here as published, for a comparison only. docs/benchmarks/policy.md has the results and the
-//! choice.
+//! The engine's policies are the engine's code (replay.rs). docs/benchmarks/policy.md has the
+//! results and the choice.
 
-mod lists;
 mod loads;
 mod optimum;
-mod pool;
 mod replay;
 #[cfg(test)]
 mod replay_test;
 mod requests;
-mod s3_fifo;
 mod shared;
-mod sieve;
-#[cfg(test)]
-mod tests;
 mod traces;
 
 #[cfg(test)]
@@ -27,26 +20,15 @@ pub use {loads::guest, requests::without_hints};
 use crate::report::progress;
 use loads::Load;
 use optimum::Optimum;
-use pool::Reput;
 use requests::Requests;
-use s3_fifo::S3Fifo;
 use serde_json::{Value, json};
 use shared::{SharedLoad, SharedRow};
-use sieve::Sieve;
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
 use tmem_trace::format::Event;
 
 /// Names of the compared policies, in the order of all results. The optimum is the last.
-const POLICIES: [&str; 7] = [
-    "lru",
-    "adaptive-two-queue",
-    "s3-fifo-kept",
-    "s3-fifo-new",
-    "sieve-kept",
-    "sieve-new",
-    "optimum",
-];
+const POLICIES: [&str; 3] = ["lru", "adaptive-two-queue", "optimum"];
 
 /// Position of the optimum in [`POLICIES`]. It knows all later requests, so the engine cannot use
 /// it.
@@ -72,8 +54,7 @@ pub struct Args {
     /// evicted there.
     #[arg(long, value_name = "LOAD,...", value_delimiter = ',', value_enum, default_values_t = Load::ALL)]
     loads: Vec<Load>,
-    /// Loads of four VMs with equal pages that are compared, all by default. They run in the real
-    /// engine, so there are no results of simulated policies.
+    /// Loads of four VMs with equal pages that are compared, all by default.
     #[arg(long, value_name = "LOAD,...", value_delimiter = ',', value_enum, default_values_t = SharedLoad::ALL)]
     shared_loads: Vec<SharedLoad>,
     /// Sizes of the pool in percent of the smallest pool in which the optimum loses no hit. For
@@ -93,8 +74,7 @@ pub struct Args {
     #[arg(long, value_name = "NUMBER", default_value_t = 3,
         value_parser = clap::value_parser!(u64).range(1..=1000))]
     seeds: u64,
-    /// Ignore the hint of guests that a page was used again after it was read. S3-FIFO and SIEVE
-    /// were published without such a hint.
+    /// Ignore the hint of guests that a page was used again after it was read.
     #[arg(long)]
     no_hints: bool,
     /// Print the result as JSON on standard output.
@@ -175,15 +155,9 @@ fn ratios(
         let outcome = traces::outcome(events, policy, size_bytes, seed);
         outcome.map(|outcome| outcome.hits)
     };
-    let s3_fifo = |reput| pool::hits(requests, size_bytes, |keys| S3Fifo::new(keys, reput));
-    let sieve = |reput| pool::hits(requests, size_bytes, |keys| Sieve::new(keys, reput));
     let hits: [u64; POLICIES.len()] = [
         engine(PolicyKind::Lru)?,
         engine(PolicyKind::AdaptiveTwoQueue)?,
-        s3_fifo(Reput::KeepsPlace),
-        s3_fifo(Reput::NewPlace),
-        sieve(Reput::KeepsPlace),
-        sieve(Reput::NewPlace),
         optimum.hits(size_bytes).0,
     ];
     let gets = requests.gets().max(1) as f64;

@@ -32,7 +32,7 @@ impl Optimum {
         for (nr, request) in requests.list.iter().enumerate() {
             let page = (request.tenant, request.key);
             match request.kind {
-                Kind::Put(put) => _ = puts.insert(page, (nr, put.bytes)),
+                Kind::Put(bytes) => _ = puts.insert(page, (nr, bytes)),
                 Kind::Flush => _ = puts.remove(&page),
                 Kind::Get => {
                     if let Some((put, bytes)) = puts.remove(&page) {
@@ -85,13 +85,10 @@ impl Optimum {
 
 #[cfg(test)]
 mod tests {
-    use super::super::requests::{Put, Request};
+    use super::super::requests::Request;
     use super::*;
 
-    const PUT: Kind = Kind::Put(Put {
-        bytes: 10,
-        used_again: false,
-    });
+    const PUT: Kind = Kind::Put(10);
 
     fn optimum(list: &[(u32, Kind)]) -> Optimum {
         let request = |&(key, kind): &(u32, Kind)| Request {
@@ -101,7 +98,6 @@ mod tests {
         };
         Optimum::new(&Requests {
             list: list.iter().map(request).collect(),
-            keys: vec![10],
         })
     }
 

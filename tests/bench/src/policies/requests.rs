@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests of guests with numbered keys, made from the events of a trace, so that a simulated
-//! policy needs arrays only.
+//! Requests of guests with numbered keys, made from the events of a trace.
 //!
-//! All policies get the same requests, and none of them retains pages: a get that may retain its
-//! page becomes a get, and a reference (REF) becomes a put of the size that the page had before.
-//! Retention saves copies between guest and pool. The guest has a retained page, too, so the engine
-//! always evicts it first, and no policy decides about it.
+//! No policy retains pages: a get that may retain its page becomes a get, and a reference (REF)
+//! becomes a put of the size that the page had before. Retention saves copies between guest and
+//! pool. The guest has a retained page, too, so the engine always evicts it first, and no policy
+//! decides about it.
 
 use std::collections::BTreeMap;
 use tmem_pool::PAGE_METADATA_CHARGE_BYTES;
@@ -14,20 +13,11 @@ use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 /// Number of a page among the keys of its tenant, from 0.
 pub type Key = u32;
 
-/// Properties of a page that the guest puts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Put {
-    /// Charge of the page in bytes.
-    pub bytes: u32,
-    /// Hint of the guest: the page was used again after the guest had read it.
-    pub used_again: bool,
-}
-
 /// Kind of a request, which concerns one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The guest puts the page.
-    Put(Put),
+    /// The guest puts the page, whose charge has this number of bytes.
+    Put(u32),
     /// The guest requests the page. If the pool has the page, the pool returns and removes it.
     Get,
     /// The guest flushes the page, so that the pool drops it.
@@ -50,8 +40,6 @@ pub struct Request {
 pub struct Requests {
     /// The requests in their order.
     pub list: Vec<Request>,
-    /// Number of keys of each tenant.
-    pub keys: Vec<usize>,
 }
 
 impl Requests {
@@ -145,18 +133,15 @@ pub fn requests(events: &[Event]) -> Requests {
                 object,
                 page,
                 size,
-                workingset,
+                ..
             } => {
                 let key = tenant.key((object, page));
                 tenant.stored.insert((object, page), key);
-                let put = Put {
-                    bytes: size.bytes() as u32 + PAGE_METADATA_CHARGE_BYTES as u32,
-                    used_again: workingset,
-                };
+                let bytes = size.bytes() as u32 + PAGE_METADATA_CHARGE_BYTES as u32;
                 list.push(Request {
                     tenant: nr,
                     key,
-                    kind: Kind::Put(put),
+                    kind: Kind::Put(bytes),
                 });
                 continue;
             }
@@ -196,8 +181,7 @@ pub fn requests(events: &[Event]) -> Requests {
             kind: Kind::Flush,
         }));
     }
-    let keys = tenants.iter().map(|tenant| tenant.keys.len()).collect();
-    Requests { list, keys }
+    Requests { list }
 }
 
 #[cfg(test)]
@@ -205,10 +189,7 @@ mod tests {
     use super::*;
 
     const SIZE: usize = 1024;
-    const PUT: Kind = Kind::Put(Put {
-        bytes: SIZE as u32 + PAGE_METADATA_CHARGE_BYTES as u32,
-        used_again: false,
-    });
+    const PUT: Kind = Kind::Put(SIZE as u32 + PAGE_METADATA_CHARGE_BYTES as u32);
 
     fn of(ops: &[Op]) -> Vec<(Key, Kind)> {
         let event = |op: &Op| Event {
