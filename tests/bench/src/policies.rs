@@ -20,12 +20,11 @@ pub use {loads::guest, requests::without_hints};
 use crate::report::progress;
 use loads::Load;
 use optimum::Optimum;
-use requests::Requests;
 use serde_json::{Value, json};
 use shared::{SharedLoad, SharedRow};
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
-use tmem_trace::format::Event;
+use tmem_trace::format::{Event, Op};
 
 /// Names of the compared policies, in the order of all results. The optimum is the last.
 const POLICIES: [&str; 3] = ["lru", "adaptive-two-queue", "optimum"];
@@ -143,10 +142,17 @@ struct Row {
     sizes: Vec<AtSize>,
 }
 
+/// Returns the number of gets.
+fn gets(events: &[Event]) -> u64 {
+    let gets = events
+        .iter()
+        .filter(|event| matches!(event.op, Op::Get { .. }));
+    gets.count() as u64
+}
+
 /// Returns the hit ratios of all policies in a pool of this size.
 fn ratios(
     events: &[Event],
-    requests: &Requests,
     optimum: &Optimum,
     size_bytes: u64,
     seed: u64,
@@ -160,7 +166,7 @@ fn ratios(
         engine(PolicyKind::AdaptiveTwoQueue)?,
         optimum.hits(size_bytes).0,
     ];
-    let gets = requests.gets().max(1) as f64;
+    let gets = gets(events).max(1) as f64;
     Ok(hits.map(|hits| hits as f64 / gets))
 }
 
@@ -171,7 +177,7 @@ fn row(
     events: impl Fn(u64) -> Vec<Event>,
     args: &Args,
 ) -> Result<Row, String> {
-    let (mut gets, mut ratio_max) = (0, 0.0);
+    let (mut nr_gets, mut ratio_max) = (0, 0.0);
     let sizes = args.sizes();
     let mut seen: Vec<Vec<(u64, Ratios)>> = vec![Vec::new(); sizes.len()];
     for seed in 1..=args.seeds {
@@ -179,15 +185,14 @@ fn row(
         if args.no_hints {
             events = requests::without_hints(events);
         }
-        let requests = requests::requests(&events);
-        let optimum = Optimum::new(&requests);
+        let optimum = Optimum::new(&events);
         let (need_bytes, hits) = optimum.need();
-        gets += requests.gets();
-        ratio_max += hits as f64 / requests.gets().max(1) as f64;
+        nr_gets += gets(&events);
+        ratio_max += hits as f64 / gets(&events).max(1) as f64;
         progress(&format!("{name}: seed {seed} of {}", args.seeds));
         for (size, seen) in sizes.iter().zip(&mut seen) {
             let size_bytes = size.bytes(need_bytes);
-            let ratios = ratios(&events, &requests, &optimum, size_bytes, seed)?;
+            let ratios = ratios(&events, &optimum, size_bytes, seed)?;
             seen.push((size_bytes, ratios));
         }
     }
@@ -205,7 +210,7 @@ fn row(
     Ok(Row {
         name: name.into(),
         recorded,
-        gets: gets / args.seeds,
+        gets: nr_gets / args.seeds,
         ratio_max: ratio_max / args.seeds as f64,
         sizes: sizes.iter().zip(seen).map(at_size).collect(),
     })
