@@ -153,33 +153,13 @@ pub const ADDRESS_SPACE_TIMES: u64 = 14;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PolicyKind {
-    /// First in, first out: evicts the page that was put longest ago.
-    Fifo,
     /// Least recently used: evicts the page that was used longest ago. Because a get removes its
-    /// page, the order is that of [`PolicyKind::Fifo`].
+    /// page, the order is that of the puts.
     Lru,
     /// Adaptive two-queue policy: a page that was put for the first time is evicted earlier than a
     /// page that the guest has used again.
     #[default]
     AdaptiveTwoQueue,
-}
-
-impl PolicyKind {
-    /// All eviction policies.
-    pub const ALL: [PolicyKind; 3] = [
-        PolicyKind::Fifo,
-        PolicyKind::Lru,
-        PolicyKind::AdaptiveTwoQueue,
-    ];
-
-    /// Returns the name of the policy that tables and files show.
-    pub fn name(self) -> &'static str {
-        match self {
-            PolicyKind::Fifo => "fifo",
-            PolicyKind::Lru => "lru",
-            PolicyKind::AdaptiveTwoQueue => "adaptive-two-queue",
-        }
-    }
 }
 
 /// Duration in nanoseconds of a sweep, which is a pass over all stored pages that recompresses cold

@@ -12,7 +12,6 @@
 
 mod adaptive_two_queue;
 mod duel;
-mod fifo;
 mod ghost;
 mod lru;
 pub(crate) mod queue;
@@ -57,7 +56,6 @@ pub(crate) fn unshared(_: Content) -> u32 {
 /// the policy keeps if it keeps some by their hashes. The policy takes memory from `chunks`.
 pub(crate) fn policy(kind: PolicyKind, seed: u64, chunks: &Arc<Chunks>) -> Box<dyn Policy> {
     match kind {
-        PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
         PolicyKind::Lru => Box::new(lru::Lru::default()),
         PolicyKind::AdaptiveTwoQueue => Box::new(adaptive_two_queue::AdaptiveTwoQueue::new(
             seed,

@@ -82,7 +82,7 @@ impl World {
             size_max_bytes: 16 << 20,
             seed,
             policy: if rng.one_in(4) {
-                PolicyKind::Fifo
+                PolicyKind::Lru
             } else {
                 PolicyKind::AdaptiveTwoQueue
             },

@@ -215,9 +215,9 @@ mod tests {
         }
     }
 
-    /// Replays these requests in a FIFO pool. Returns hits, evictions and charged bytes.
+    /// Replays these requests in an LRU pool. Returns hits, evictions and charged bytes.
     fn run(size_bytes: u64, ops: &[(u32, Op)]) -> (u64, u64, u64) {
-        let mut replay = Replay::new(PolicyKind::Fifo, size_bytes, 1).unwrap();
+        let mut replay = Replay::new(PolicyKind::Lru, size_bytes, 1).unwrap();
         for &(tenant, op) in ops {
             let event = Event {
                 time_us: 0,

@@ -90,7 +90,7 @@ fn recorded() -> Vec<(String, Vec<Event>)> {
 }
 
 fn peak_bytes(events: &[Event]) -> u64 {
-    let whole = outcome(events, PolicyKind::Fifo, u64::MAX, 1).expect("cannot replay the trace");
+    let whole = outcome(events, PolicyKind::Lru, u64::MAX, 1).expect("cannot replay the trace");
     whole.peak_bytes
 }
 
