@@ -14,7 +14,6 @@ mod keys;
 mod load;
 mod machine;
 mod measure;
-mod memcached;
 mod memory;
 mod path;
 mod policies;
@@ -43,7 +42,7 @@ enum Command {
     /// files.
     Engine(EngineArgs),
     /// The path of requests from a guest's virtqueue to the storage engine and back, compared with
-    /// the engine alone, zram and memcached.
+    /// the engine alone and with zram.
     ///
     /// It also measures how long a VM waits for its pages while another VM keeps the worker busy.
     Path(path::Args),

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Benchmark of the data path from a guest's virtqueue to the storage engine and back. The
-//! benchmark compares the path with direct calls of the engine, with zram and with memcached. It
-//! measures all of them alternately in one run.
+//! benchmark compares the path with direct calls of the engine and with zram. It measures all of
+//! them alternately in one run.
 //!
-//! The benchmark uses two processors. The daemon's worker, the engine and memcached run on the
-//! first. The code that calls the worker and memcached runs on the second processor, as a guest
-//! would. zram does its work on the second processor, too. The fake guest takes very little time.
+//! The benchmark uses two processors. The daemon's worker and the engine run on the first. The code
+//! that calls the worker runs on the second processor, as a guest would. zram does its work on the
+//! second processor, too. The fake guest takes very little time.
 
 pub mod guest;
 pub mod host;
@@ -13,7 +13,6 @@ mod neighbour;
 
 use crate::corpus;
 use crate::measure::{Ratio, Samples, cpu_ns};
-use crate::memcached::Memcached;
 use crate::report::{Results, Target, progress};
 use crate::rig;
 use crate::times::{self, Sized};
@@ -27,7 +26,7 @@ use std::time::{Duration, Instant};
 use tmem_pool::{PAGE_SIZE, Page, PageHash};
 use tmemd::config::EventLoop;
 
-/// Processor of the worker and of memcached, and of direct calls of the engine.
+/// Processor of the worker, and of direct calls of the engine.
 const SERVER: usize = 0;
 
 /// Processor of the guest.
@@ -88,8 +87,6 @@ struct Times {
     engine: [Samples; 2],
     path_cpu: [Samples; 2],
     engine_cpu: [Samples; 2],
-    memcached: [Samples; 2],
-    memcached_cpu: [Samples; 2],
     zram: [Samples; 2],
     many: Samples,
     one: Samples,
@@ -125,23 +122,11 @@ pub fn run(args: &Args) -> Result<(), String> {
     pin(None, CLIENT)?;
     let mut times = Times::default();
     let mut zram = Zram::new(pages.len());
-    let mut memcached = Memcached::new(2 * pages.len() * PAGE_SIZE + (64 << 20));
-    if let Ok(server) = &memcached {
-        for thread in server.threads() {
-            pin(Some(thread), SERVER)?;
-        }
-    }
-    one_vm(
-        args,
-        &pages,
-        &mut times,
-        zram.as_mut().ok(),
-        memcached.as_mut().ok(),
-    )?;
+    one_vm(args, &pages, &mut times, zram.as_mut().ok())?;
     let idle = many_vms(args, &pages, &mut times)?;
     let waits = neighbour::measure(args.event_loop)?;
     progress("");
-    let results = results(&times, &idle, &zram.map(drop), &memcached.map(drop));
+    let results = results(&times, &idle, &zram.map(drop));
     print(args, &pages, &times, &waits, &results);
     Ok(())
 }
@@ -168,16 +153,15 @@ fn batches(pages: usize) -> Vec<Run> {
     (0..pages / BATCH).map(run).collect()
 }
 
-/// Measures a VM whose worker polls for requests, a VM whose worker does not poll, the engine, zram
-/// and memcached.
+/// Measures a VM whose worker polls for requests, a VM whose worker does not poll, the engine and
+/// zram.
 fn one_vm(
     args: &Args,
     pages: &[Sized],
     times: &mut Times,
     mut zram: Option<&mut Zram>,
-    mut memcached: Option<&mut Memcached>,
 ) -> Result<(), String> {
-    progress("filling a pool and the peers");
+    progress("filling a pool and zram");
     let host = BenchDaemon::new(6 * (pages.len() * PAGE_SIZE) as u64 + (256 << 20));
     let polls = tmemd::config::POLL_MAX_DEFAULT;
     let path = host.serve(args.event_loop, polls, SERVER)?;
@@ -202,11 +186,6 @@ fn one_vm(
         for run in runs {
             let batch = &pages[run.index..run.index + run.pages];
             engine.put(1, run.index, batch.iter().map(|sized| &*sized.page));
-            if let Some(memcached) = &mut memcached {
-                let pairs = (run.index..).zip(batch.iter().map(|sized| &*sized.page));
-                memcached.send_sets(pairs)?;
-                memcached.take_sets(run.pages)?;
-            }
             if let Some(zram) = &mut zram {
                 for (index, sized) in (run.index..).zip(batch) {
                     zram.write(index, &sized.page)?;
@@ -218,7 +197,7 @@ fn one_vm(
     let mut rng = fastrand::Rng::with_seed(args.seed);
     let mut order = batches(pages.len());
     let mut copies = vec![[0; PAGE_SIZE]; BATCHES * BATCH];
-    times.singles = ["polling", "woken", "memcached", "zram"]
+    times.singles = ["polling", "woken", "zram"]
         .map(|name| (name, vec![]))
         .into();
     for round in 0..args.rounds {
@@ -232,9 +211,6 @@ fn one_vm(
                 0 => path_round(times, &host, &path, &mut guest, runs)?,
                 _ => engine_round(times, &host, &engine, pages, runs, &mut copies)?,
             }
-        }
-        if let Some(memcached) = &mut memcached {
-            memcached_round(times, memcached, pages, runs, &mut copies)?;
         }
         if let Some(zram) = &mut zram {
             zram_round(times, zram, pages, &runs[..WINDOW])?;
@@ -306,57 +282,6 @@ fn engine_round(
     Ok(())
 }
 
-fn memcached_round(
-    times: &mut Times,
-    memcached: &mut Memcached,
-    pages: &[Sized],
-    runs: &[Run],
-    copies: &mut [Page],
-) -> Result<(), String> {
-    let server_ns =
-        |memcached: &Memcached| -> f64 { memcached.threads().into_iter().map(host::cpu_ns).sum() };
-    for what in [GET, PUT] {
-        let before = server_ns(memcached);
-        let mut begun = Instant::now();
-        for taken in 0..runs.len() {
-            if taken == WINDOW {
-                begun = Instant::now();
-            }
-            let send = match taken {
-                0 => 0..WINDOW,
-                _ => taken + WINDOW - 1..(taken + WINDOW).min(runs.len()),
-            };
-            for run in runs.get(send).unwrap_or_default() {
-                let indices = run.index..run.index + run.pages;
-                match what {
-                    GET => memcached.send_gets(indices)?,
-                    _ => {
-                        let batch = pages[indices.clone()].iter().map(|sized| &*sized.page);
-                        memcached.send_sets(indices.zip(batch))?;
-                    }
-                }
-            }
-            match what {
-                GET => memcached.take_gets(&mut copies[taken * BATCH..(taken + 1) * BATCH])?,
-                _ => memcached.take_sets(BATCH)?,
-            }
-        }
-        let pages = ((runs.len() - WINDOW) * BATCH) as f64;
-        times.memcached[what].push(begun.elapsed().as_nanos() as f64 / pages);
-        let cpu_ns = server_ns(memcached) - before;
-        times.memcached_cpu[what].push(cpu_ns / (runs.len() * BATCH) as f64);
-    }
-    for index in runs[0].index..runs[0].index + BATCH {
-        let begun = Instant::now();
-        memcached.send_gets(index..index + 1)?;
-        memcached.take_gets(&mut copies[..1])?;
-        times.singles[2]
-            .1
-            .push(begun.elapsed().as_nanos() as f64 / 1e3);
-    }
-    Ok(())
-}
-
 /// Reads the batches of `runs` from zram and writes them again, page by page, because zram has no
 /// batches. The calling thread does zram's work, so the calls' elapsed time is zram's time.
 fn zram_round(
@@ -367,7 +292,7 @@ fn zram_round(
 ) -> Result<(), String> {
     for run in runs {
         let indices = run.index..run.index + run.pages;
-        let (singles, begun) = (&mut times.singles[3].1, Instant::now());
+        let (singles, begun) = (&mut times.singles[2].1, Instant::now());
         for index in indices.clone() {
             let begun = Instant::now();
             zram.read(index)?;
@@ -545,12 +470,7 @@ fn wait_json(times: &[f64]) -> Value {
     json!({"gets": times.len(), "p50": p50, "p99": p99, "p99.9": p999, "max": max})
 }
 
-fn results(
-    times: &Times,
-    idle: &Idle,
-    zram: &Result<(), String>,
-    memcached: &Result<(), String>,
-) -> Results {
+fn results(times: &Times, idle: &Idle, zram: &Result<(), String>) -> Results {
     let mut results = Results::default();
     let mut add = |key, target, ratio| results.add(key, target, ratio);
     for (what, key, cpu_key) in [
@@ -577,15 +497,10 @@ fn results(
         Target::None,
         Ok(Ratio::exact(idle.cpu_ms_per_s)),
     );
-    for (key, peer, there, what) in [
-        ("zram_put_speedup", &times.zram, zram, PUT),
-        ("zram_get_speedup", &times.zram, zram, GET),
-        ("memcached_put_speedup", &times.memcached, memcached, PUT),
-        ("memcached_get_speedup", &times.memcached, memcached, GET),
-    ] {
-        let speedup = there
+    for (key, what) in [("zram_put_speedup", PUT), ("zram_get_speedup", GET)] {
+        let speedup = zram
             .clone()
-            .map(|()| peer[what].medians_by(&times.path[what]));
+            .map(|()| times.zram[what].medians_by(&times.path[what]));
         add(key, Target::None, speedup);
     }
     results
@@ -599,14 +514,10 @@ fn print(args: &Args, pages: &[Sized], times: &Times, waits: &[Waits], results: 
         ("engine: get, and freeing it", &times.engine[GET]),
         ("zram: write", &times.zram[PUT]),
         ("zram: read", &times.zram[GET]),
-        ("memcached: set", &times.memcached[PUT]),
-        ("memcached: get", &times.memcached[GET]),
         ("one VM: put and get", &times.one),
         ("256 VMs: put and get", &times.many),
         ("host CPU, path: put", &times.path_cpu[PUT]),
         ("host CPU, path: get", &times.path_cpu[GET]),
-        ("host CPU, memcached: set", &times.memcached_cpu[PUT]),
-        ("host CPU, memcached: get", &times.memcached_cpu[GET]),
     ]
     .into_iter()
     .filter(|(_, samples)| !samples.is_empty())
