@@ -69,8 +69,6 @@ impl Fault {
 
 const BAD: Expect = Expect::Status(&[wire::S_BAD]);
 const UNSUPPORTED: Expect = Expect::Status(&[wire::S_UNSUPPORTED]);
-const REFUSED: Expect = Expect::Status(&[wire::S_BAD, wire::S_UNSUPPORTED]);
-const BAD_OR_NO_POOL: Expect = Expect::Status(&[wire::S_BAD, wire::S_NO_POOL]);
 const NO_POOL: Expect = Expect::Status(&[wire::S_NO_POOL]);
 const STALE: Expect = Expect::Status(&[wire::S_STALE]);
 const BAD_OR_STOPPED: Expect = Expect::Either(&[wire::S_BAD, wire::S_UNSUPPORTED]);

@@ -456,6 +456,15 @@ mod tests {
         add(&memory, spec(u64::MAX - 4095, 0x9000_0000, MIB), file())
             .err()
             .expect("a region whose end exceeds 64 bits was accepted");
+        for (file_offset, bytes) in [(u64::MAX - 4095, 8192), (8192, u64::MAX - 4095)] {
+            let region = RegionSpec {
+                file_offset,
+                ..spec(1 << 40, 0x9000_0000, bytes)
+            };
+            add(&memory, region, file())
+                .err()
+                .expect("a region whose end in its file exceeds 64 bits was accepted");
+        }
 
         assert_eq!(memory.guest_address(0x8000_0010, 16), Some(4 * MIB + 16));
         assert_eq!(memory.guest_address(0x8000_0000, MIB), Some(4 * MIB));

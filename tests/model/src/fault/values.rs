@@ -70,12 +70,9 @@ pub(super) fn all() -> Vec<Fault> {
         }
         let has_pool = !matches!(name, "report" | "latencies" | "generation");
         if has_pool {
-            out.push(bent(
-                format!("{name} of pool 0"),
-                BAD_OR_NO_POOL,
-                make,
-                |e| e.patch(POOL, &[0; 4]),
-            ));
+            out.push(bent(format!("{name} of pool 0"), BAD, make, |e| {
+                e.patch(POOL, &[0; 4])
+            }));
         }
         if has_pool && name != "create" {
             out.push(bent(
@@ -98,13 +95,14 @@ pub(super) fn all() -> Vec<Fault> {
         let name = format!("{name} on the wrong queue");
         out.push(Fault {
             name,
-            expect: REFUSED,
+            expect: BAD,
             send: Box::new(other),
         });
     }
     out.push(bent("ref without the feature", UNSUPPORTED, refer, |e| e));
     let second = BODY + PUT_PAGE_BYTES;
-    let index_end = (1u64 << wire::INDEX_BITS).to_le_bytes();
+    let end = 1u64 << wire::INDEX_BITS;
+    let index_end = end.to_le_bytes();
     let max = u64::MAX.to_le_bytes();
     // Write a wrong value into the second page or range of a request. The device must not execute
     // the request for the first page or range either, although that one is correct.
@@ -120,13 +118,13 @@ pub(super) fn all() -> Vec<Fault> {
     out.push(bent("put of cookie 0", BAD, put, move |e| {
         e.patch(second + 16, &[0; 8])
     }));
-    out.push(bent("put with flag 2", REFUSED, put, move |e| {
+    out.push(bent("put with flag 2", UNSUPPORTED, put, move |e| {
         e.patch(second + 24, &[2])
     }));
-    out.push(bent("put with flag 2^31", REFUSED, put, move |e| {
+    out.push(bent("put with flag 2^31", UNSUPPORTED, put, move |e| {
         e.patch(second + 27, &[128])
     }));
-    out.push(bent("put with reserved", REFUSED, put, move |e| {
+    out.push(bent("put with reserved", BAD, put, move |e| {
         e.patch(second + 28, &[1])
     }));
     out.push(bent("get of object 0", BAD, get, |e| {
@@ -135,7 +133,7 @@ pub(super) fn all() -> Vec<Fault> {
     out.push(bent("get of index 2^51", BAD, get, move |e| {
         e.patch(BODY + 8, &index_end)
     }));
-    let last = ((1u64 << wire::INDEX_BITS) - 1).to_le_bytes();
+    let last = (end - 1).to_le_bytes();
     out.push(bent("get that runs beyond 2^51", BAD, get, move |e| {
         e.patch(BODY + 8, &last)
     }));
@@ -148,13 +146,29 @@ pub(super) fn all() -> Vec<Fault> {
     out.push(bent("flush of index 2^51", BAD, flush, move |e| {
         e.patch(BODY + 24 + 8, &index_end)
     }));
+    // The sum of index and length of the first two would be 0 and 1 in 64 bits.
+    for (index, nr_pages) in [(1, u64::MAX), (3, u64::MAX - 1), (end - 1, 2), (0, end + 1)] {
+        out.push(bent(
+            format!("flush of {nr_pages} pages from index {index}"),
+            BAD,
+            flush,
+            move |e| {
+                e.patch(BODY + 24 + 8, &index.to_le_bytes())
+                    .patch(BODY + 24 + 16, &nr_pages.to_le_bytes())
+            },
+        ));
+    }
+    let unknown_state = (wire::R_POISONED + 1).to_le_bytes();
+    out.push(bent("report of an unknown state", BAD, report, move |e| {
+        e.patch(BODY + 4, &unknown_state)
+    }));
     out.push(bent("create with flag 1", UNSUPPORTED, create, |e| {
         e.patch(BODY, &[1])
     }));
     out.push(bent("create with flag 2^31", UNSUPPORTED, create, |e| {
         e.patch(BODY + 3, &[128])
     }));
-    out.push(bent("create with reserved", REFUSED, create, |e| {
+    out.push(bent("create with reserved", BAD, create, |e| {
         e.patch(BODY + 4, &[1])
     }));
     out

@@ -3,29 +3,6 @@
 
 use super::*;
 
-#[test]
-fn a_put_page_is_returned_by_a_get() {
-    let mut guest = guest();
-    let (put, get) = (guest.put(5, 3), guest.get(5, 3));
-    assert_eq!(guest.run_slice(), SliceEnd::Idle);
-    assert_eq!(guest.used(), 2);
-    let expected = [
-        vec![wire::S_OK, 0, 0, 0, 0, 0, 0, 0],
-        vec![wire::P_STORED; 3],
-    ]
-    .concat();
-    assert_eq!(guest.bytes(put, 11), expected);
-    assert_eq!(guest.results(get, 3), [wire::P_HIT; 3]);
-    let data = get + 8 + 3 * 16;
-    for page in 0..3 {
-        assert_eq!(
-            guest.bytes(data + page * 4096, 4096),
-            [5 + page as u8; 4096]
-        );
-    }
-    assert!(guest.interrupted());
-}
-
 /// Requests beyond a VM's rate limit are answered at once. The pages of a put are refused and leave
 /// nothing under their keys. The pages of a get are missed and stay in the pool.
 #[test]
