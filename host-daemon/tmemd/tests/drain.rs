@@ -136,48 +136,6 @@ fn a_device_reset_releases_guest_memory_and_empties_the_cache() {
     work(&mut driver, 100);
 }
 
-/// The VMM changes the memory table while requests are in flight, as it does for a memory hotplug.
-/// The daemon answers all requests.
-#[test]
-fn changing_the_memory_table_under_load_loses_no_request() {
-    let seed = seed("changing_the_memory_table_under_load_loses_no_request");
-    for mem_slots in [false, true] {
-        let mut daemon = Daemon::start(&[("a", None)]);
-        let mut ram = guest("a").ram;
-        // The test adds and removes this memory region. No request refers to it.
-        ram.push(RamRegion {
-            start: 2 << 32,
-            size_bytes: 1 << 20,
-        });
-        let mut driver = daemon.driver_with(
-            GuestConfig {
-                mem_slots,
-                ram,
-                ..slots()
-            },
-            DriverConfig {
-                seed,
-                window: 24,
-                ..DriverConfig::default()
-            },
-        );
-        for round in 0..600 {
-            driver.step().unwrap();
-            if round % 20 == 0 {
-                driver.guest.set_mem_table_of(2 + round / 20 % 2).unwrap();
-            }
-        }
-        driver.settle().unwrap();
-        driver.get_all().unwrap();
-        let counts = driver.model.counts();
-        println!("{counts:?}");
-        assert!(
-            counts.hits > 100,
-            "the guest had too few hits for this test: {counts:?}"
-        );
-    }
-}
-
 /// A drain refuses pages for which it has no time. Afterwards, the pool must contain neither a
 /// refused page nor an older version of it. The test stops the daemon while a drain waits for a
 /// batch, until the time limit of the drain has expired.
