@@ -4,5 +4,4 @@
 
 mod common;
 mod isolation;
-mod lifecycle;
 mod statistics;

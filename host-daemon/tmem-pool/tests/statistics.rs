@@ -50,6 +50,8 @@ fn each_finalized_page_is_counted_under_exactly_one_form() {
         stats.finalized_raw,
     ];
     assert_eq!((finalized, stats.nursery_pages), ([1, 1, 1, 1], 0));
+    assert_eq!(put(&a, 0, &noise(3)), PutResult::Stored);
+    assert_eq!(a.stats().replaced_pages, 1);
 }
 
 /// Watches the statistics whenever maintain_reporting() reports the kind of its next work. The
