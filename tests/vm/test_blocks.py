@@ -16,7 +16,6 @@ from driver import (
     seed,
     set_parameter,
     settle,
-    start_daemon,
     stats,
     wait_state,
 )
@@ -31,17 +30,10 @@ from harness.wait import until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SMALL = "--files=16 --size-max=524288"
-OPERATIONS = 6_000
 SPECIAL = "/bin/special"
 PAGE = 4096
 PAGES = 16
 OLD = b"A" * PAGES * PAGE
-# Number of mounts of a run of the torture program with four rounds, at most.
-MOUNTS_MAX = 8
-SCENARIOS = [
-    "plain", "dirty", "split", "truncate", "punch", "shift", "direct", "move_ext", "bmap",
-    "evict_inode", "inode", "unmount", "swap",
-]  # fmt: skip
 
 
 def boot(
@@ -63,10 +55,6 @@ def boot(
         cpus=2,
         files=programs(SPECIAL),
     )
-
-
-def device(guest: Guest) -> str:
-    return f"--device=/dev/{guest.disk('data')}"
 
 
 def blocks(guest: Guest) -> dict[str, int]:
@@ -100,19 +88,6 @@ def check_writes_are_seen_twice(guest: Guest) -> None:
     until(put, 60, "the disk is drained, and pages are put again")
 
 
-def test_gets_of_blocks_that_no_write_erased_differ_from_the_disk(
-    session: Session, kernel: Kernel, test_module: Path
-) -> None:
-    """The comparison with the disk can fail: it finds entries that a write has not erased."""
-    parameters = "verify_every=1 test_blocks_without=forget"
-    # With retained pages, the driver may find the fault when it puts the page again.
-    tmem = Tmem(start_daemon(session).socket("vm1"), properties={"retain": "off"})
-    guest = boot(session, kernel, test_module, parameters, tmem=tmem)
-    Torture(guest, f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2", 900).finish()
-    counters = stats(guest)
-    assert counters["blocks_gets_wrong"] > 0 and counters["verify_mismatches"] > 0
-
-
 def test_bios_in_flight_delay_the_unload(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -134,48 +109,10 @@ def test_bios_in_flight_delay_the_unload(
     assert blocks(guest)["blocks_gets_wrong"] == 0
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("fs", ["ext4", "xfs"])
-def test_random_operations_find_no_wrong_byte(
-    session: Session, kernel: Kernel, module: Path, fs: str
-) -> None:
-    """Random operations cause no wrong byte. One read in eight is compared with the disk."""
-    guest = boot(session, kernel, module, "verify_every=8", fs=fs)
-    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
-    Torture(guest, f"{arguments} {device(guest)} --fstype={fs}", 900).finish()
-    counters = stats(guest)
-    print(counters)
-    assert counters["hits"] > OPERATIONS // 10
-    assert counters["blocks_gets_equal"] > OPERATIONS // 100
-    assert counters["verify_mismatches"] == 0
-    assert counters["invalidations_block"] > 0
-    assert counters["blocks_read"] > 0 and counters["blocks_written"] > 0
-    # A write that a mount began before its area was known counts as not seen.
-    assert counters["blocks_unseen"] <= MOUNTS_MAX
-    wait_state(guest, "on")
-
-
-@pytest.mark.smoke
-def test_scenarios_find_no_wrong_byte(session: Session, kernel: Kernel, module: Path) -> None:
-    """Each kind of change of a file gives right bytes."""
-    guest = boot(session, kernel, module)
-    for scenario in SCENARIOS:
-        numbers = Torture(guest, f"--scenario={scenario} {device(guest)} --fstype=ext4").finish()
-        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
-
-
 def test_writes_without_the_hook_of_submit_bio_are_seen_twice(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     check_writes_are_seen_twice(boot(session, kernel, test_module))
-
-
-def test_readers_never_see_an_older_version(session: Session, kernel: Kernel, module: Path) -> None:
-    """While others write a block, buffered or directly, readers see no older version of it."""
-    guest = boot(session, kernel, module)
-    arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
-    Torture(guest, f"{arguments} --readers=3 --direct-readers=1").finish()
-    assert stats(guest)["hits"] > 100
 
 
 def drop(guest: Guest) -> None:

@@ -38,6 +38,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 OPERATIONS = 8_000
 # Files are few and small, so that the same pages come and go often.
 SMALL = "--files=16 --size-max=524288"
+# Number of mounts of a run of the torture program with four rounds, at most.
+MOUNTS_MAX = 8
 # Period in which the tables of records are replaced, and how often they must be at least.
 REPLACE_MS, REPLACED_MIN = 20, 20
 # Arguments with which the torture program can unmount and mount the disk.
@@ -81,18 +83,8 @@ def test_random_operations_find_no_wrong_byte(
     assert counters["mismatches"] == 0
     for why in ("block", "unmount"):
         assert counters[f"invalidations_{why}"] > 0, f"no page was erased for the reason '{why}'"
-    wait_state(guest, "on")
-
-
-def test_hits_of_random_operations_match_the_disk(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """The driver reads every hit from the disk as well, and must find no difference."""
-    guest = boot(session, kernel, module, "verify_every=1")
-    Torture(guest, f"--seed={seed()} --ops=5000 {SMALL} --jobs=2").finish()
-    counters = stats(guest)
-    assert counters["verified_hits"] > 500
-    assert counters["verify_mismatches"] == 0
+    # A write that a mount began before its area was known counts as not seen.
+    assert counters["blocks_unseen"] <= MOUNTS_MAX
     wait_state(guest, "on")
 
 
