@@ -94,7 +94,7 @@ DRIVER_TESTS = {
 DRIVER_PATHS = ("guest-driver/", "proto/", "tests/guest/", "tests/harness/", "tests/vm/")
 # The results of these tests do not depend on the guest's kernel.
 HOST_TESTS = (
-    "device errors harness kvm libvirt memory_map memory_slots migration overcommit pressure"
+    "harness kvm libvirt memory_map memory_slots migration overcommit pressure"
     " snapshot time upgrade watchdog"
 )
 

@@ -492,6 +492,16 @@ def test_queue_count_follows_num_queues(machine, backend, queues):
     vm.wait_generation(None)
 
 
+@pytest.mark.parametrize(("vcpus", "queues"), [(3, 3), (8, 4)])
+def test_default_queue_count_follows_the_vcpus(machine, vcpus, queues):
+    """Without num-queues there is one queue for each vCPU, up to four."""
+    vm = machine(device=",queue-size=64", more=["-smp", str(vcpus)])
+    vm.driver_up()
+    assert vm.config()[2] == queues
+    # The register shows the size of the queue that driver_up() has set up last.
+    assert vm.read(vm.common + 24, 2) == 64
+
+
 def add_again(vm):
     """Adds the device again. Returns False while the removed device still owns the chardev.
 

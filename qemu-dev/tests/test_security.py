@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Attacks of guests on QEMU, through faults of QEMU's virtio and vhost code that have been fixed.
+"""Attacks of guests on QEMU: random accesses, and faults of QEMU's virtio and vhost code.
 
-QEMU 10.0.13 of Debian has these fixes.
+QEMU 10.0.13 of Debian has fixes of these faults.
 """
+
+import random
 
 import pytest
 
@@ -10,6 +12,8 @@ from machine import NEEDS_RESET, wait_for
 
 BLOCK, RNG = 2, 4
 LARGEST_QUEUE = 1024
+# Number of random accesses, and values of the status at the steps of a driver's start.
+ACCESSES, STATUSES = 4000, (0, 1, 3, 11, 15, 128)
 RING = 0x100000
 INDIRECT, AVAILABLE = 1 << 2, 1 << 7  # flags of a descriptor of a packed ring
 # Address of the first plugged memory, and ACPI's registers to unplug it.
@@ -24,6 +28,37 @@ def other_device(machine, slot, device_id, *options):
     vm.slot, vm.device_id = slot, device_id
     vm.driver_up(rings=RING)
     return vm
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_register_accesses_do_no_harm(machine, backend, seed):
+    """A guest that misuses its registers harms neither QEMU nor the device after a reset."""
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    assert vm.wait_generation(daemon.generation())
+    generator = random.Random(seed)
+    # The common registers include the status, and the addresses and sizes of the rings.
+    regions = ((vm.common, 64), (vm.common, 64), (vm.device_config, 32), (vm.doorbell, 64))
+    for _ in range(ACCESSES):
+        base, length = generator.choice(regions)
+        size = generator.choice((1, 2, 4))
+        address = base + generator.randrange(0, length, size)
+        match generator.randrange(8):
+            case 0:
+                vm.set_status(generator.choice(STATUSES))
+            case 1 | 2 | 3:
+                vm.write(address, size, generator.getrandbits(8 * size))
+            case 4:
+                vm.write(address, size, generator.randrange(4))
+            case _:
+                vm.read(address, size)
+        daemon.read()  # so that the backend never waits until it can print an event
+    vm.alive()
+    vm.status()
+    vm.driver_up()
+    vm.wait_generation(None)
+    assert vm.generation() == daemon.generation()
 
 
 def test_devices_offer_the_largest_queue_size(machine):

@@ -1,13 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Drives the device from guest user space, without the module.
+ * Drives the device from guest user space, without the module, until SIGTERM.
  *
- * - tmemcfg info: prints registers and configuration, one "key value" line for each field
- * - tmemcfg reset: resets the device
- * - tmemcfg fuzz SEED COUNT: makes random accesses to registers and configuration, then a reset
- * - tmemcfg run: brings the device up and uses it until SIGTERM
- *
- * `run` prints a line at each change: "generation G" and, for each generation other than 0,
+ * It prints a line at each change: "generation G" and, for each generation other than 0,
  * "stored" when it has put a page with a pattern. At SIGUSR1 it gets that page and prints "keep
  * hit", "keep miss" or "keep stale". If a request stays unanswered for a second, it prints
  * "unanswered" and later "answered". A wrong byte ends it with "wrong". At SIGUSR2 it gets the page
@@ -48,15 +43,10 @@
 #define PCI_CAPABILITY_LIST 0x34
 #define PCI_CAP_ID_VNDR 9
 #define PAGE 4096
-#define RING_SIZE 16 /* size of the queues of `run`; each part of a queue fits into a page */
+#define RING_SIZE 16 /* size of the queues; each part of a queue fits into a page */
 #define KEEP_OBJECT 7
 #define KEEP_INDEX 3
 #define UNANSWERED_MS 1000
-
-struct region {
-	volatile uint8_t *at;
-	uint32_t length;
-};
 
 /* A virtqueue with at most one request in flight. Each of its parts has a page of its own. */
 struct queue {
@@ -73,7 +63,7 @@ struct queue {
 };
 
 static char device_path[256];
-static struct region common, notify, device;
+static volatile uint8_t *common, *notify, *device;
 static uint32_t notify_multiplier;
 static struct queue control, request;
 static volatile sig_atomic_t wanted_keep, wanted_hold, wanted_end;
@@ -210,7 +200,7 @@ static void open_device(void)
 	int left = 48; /* largest number of capabilities that fit into the configuration space */
 	for (uint8_t at = space[PCI_CAPABILITY_LIST]; at && left--; at = space[at + 1]) {
 		struct virtio_pci_cap cap;
-		struct region *region;
+		volatile uint8_t **region;
 
 		if (space[at] != PCI_CAP_ID_VNDR || at + sizeof(cap) > sizeof(space))
 			continue;
@@ -225,10 +215,9 @@ static void open_device(void)
 			continue;
 		if (region == &notify)
 			memcpy(&notify_multiplier, space + at + sizeof(cap), 4);
-		region->at = map_bar(cap.bar) + cap.offset;
-		region->length = cap.length;
+		*region = map_bar(cap.bar) + cap.offset;
 	}
-	if (!common.at || !notify.at || !device.at)
+	if (!common || !notify || !device)
 		die("the PCI device lacks virtio capabilities");
 }
 
@@ -236,12 +225,12 @@ static void open_device(void)
 
 #define FIELD(name) offsetof(struct virtio_pci_common_cfg, name)
 
-static uint8_t get8(size_t at) { return common.at[at]; }
-static uint16_t get16(size_t at) { return *(volatile uint16_t *)(common.at + at); }
-static uint32_t get32(size_t at) { return *(volatile uint32_t *)(common.at + at); }
-static void set8(size_t at, uint8_t value) { common.at[at] = value; }
-static void set16(size_t at, uint16_t value) { *(volatile uint16_t *)(common.at + at) = value; }
-static void set32(size_t at, uint32_t value) { *(volatile uint32_t *)(common.at + at) = value; }
+static uint8_t get8(size_t at) { return common[at]; }
+static uint16_t get16(size_t at) { return *(volatile uint16_t *)(common + at); }
+static uint32_t get32(size_t at) { return *(volatile uint32_t *)(common + at); }
+static void set8(size_t at, uint8_t value) { common[at] = value; }
+static void set16(size_t at, uint16_t value) { *(volatile uint16_t *)(common + at) = value; }
+static void set32(size_t at, uint32_t value) { *(volatile uint32_t *)(common + at) = value; }
 
 static void set_address(size_t low, uint64_t value)
 {
@@ -262,7 +251,7 @@ static struct virtio_tmem_config read_config(void)
 
 		before = get8(FIELD(config_generation));
 		for (size_t i = 0; i < sizeof(config) / 4; i++)
-			words[i] = *(volatile uint32_t *)(device.at + 4 * i);
+			words[i] = *(volatile uint32_t *)(device + 4 * i);
 		memcpy(&config, words, sizeof(config));
 	} while (before != get8(FIELD(config_generation)));
 	return config;
@@ -289,34 +278,7 @@ static uint64_t offered_features(void)
 	return low | high << 32;
 }
 
-static void info(void)
-{
-	struct virtio_tmem_config config = read_config();
-	int queues = get16(FIELD(num_queues));
-
-	say("status %u", get8(FIELD(device_status)));
-	/* The device sets its configured queue sizes when a driver sets the status ACKNOWLEDGE. */
-	if (!get8(FIELD(device_status)))
-		set8(FIELD(device_status), VIRTIO_CONFIG_S_ACKNOWLEDGE);
-	say("features 0x%016" PRIx64, offered_features());
-	say("queues %d", queues);
-	for (int i = 0; i < queues; i++) {
-		set16(FIELD(queue_select), i);
-		say("queue_size_%d %u", i, get16(FIELD(queue_size)));
-	}
-	say("config_length %u", device.length);
-	say("generation 0x%016llx", (unsigned long long)config.generation);
-	say("page_size %u", config.page_size);
-	say("num_request_queues %u", config.num_request_queues);
-	say("batch_max %u", config.batch_max);
-	say("pools_max %u", config.pools_max);
-	say("reserved %u", config.reserved[0] | config.reserved[1] | config.reserved[2]);
-}
-
-/*
- * Functions for random accesses to registers, as by a hostile guest. They set no ring address in
- * memory of the kernel.
- */
+/* Functions for memory that the device reads and writes. */
 
 static uint64_t random_state;
 
@@ -329,64 +291,6 @@ static uint32_t random_below(uint32_t limit)
 	z = (z ^ z >> 27) * 0x94d049bb133111ebull;
 	return (uint32_t)((z ^ z >> 31) % limit);
 }
-
-static uint32_t access_random(struct region region, int write)
-{
-	uint32_t size = 1u << random_below(3);
-	uint32_t span = region.length < PAGE ? region.length : PAGE;
-	volatile uint8_t *at = region.at + random_below(span / size) * size;
-	uint32_t value = random_below(4) ? random_below(256) : random_below(UINT32_MAX);
-
-	if (size == 1)
-		return write ? (*at = (uint8_t)value) : *at;
-	if (size == 2)
-		return write ? (*(volatile uint16_t *)at = (uint16_t)value)
-			     : *(volatile uint16_t *)at;
-	return write ? (*(volatile uint32_t *)at = value) : *(volatile uint32_t *)at;
-}
-
-static void fuzz(uint64_t seed, uint32_t count)
-{
-	static const uint8_t states[] = {0, 1, 3, 11, 15, 128};
-
-	random_state = seed;
-	for (uint32_t i = 0; i < count; i++) {
-		switch (random_below(8)) {
-		case 0:
-			access_random(common, 0);
-			break;
-		case 1:
-			access_random(device, 1);
-			break;
-		case 2:
-			set8(FIELD(device_status), states[random_below(sizeof(states))]);
-			break;
-		case 3:
-			set16(FIELD(queue_select), random_below(32));
-			set16(FIELD(queue_size), random_below(2048));
-			break;
-		case 4:
-			/*
-			 * The queue's addresses are not set, so its ring is at address 0. That page
-			 * belongs to the firmware, so no memory of the kernel is overwritten.
-			 */
-			set16(FIELD(queue_msix_vector), random_below(40));
-			break;
-		case 5:
-			set32(FIELD(guest_feature_select), random_below(3));
-			set32(FIELD(guest_feature), random_below(UINT32_MAX));
-			break;
-		case 6:
-			access_random(notify, 1);
-			break;
-		default:
-			access_random(device, 0);
-		}
-	}
-	reset();
-}
-
-/* Functions for memory that the device reads and writes. */
 
 static uint64_t physical(const void *at)
 {
@@ -424,7 +328,7 @@ static void setup_queue(struct queue *queue, int number)
 	set_address(FIELD(queue_desc_lo), queue->phys[0]);
 	set_address(FIELD(queue_avail_lo), queue->phys[1]);
 	set_address(FIELD(queue_used_lo), queue->phys[2]);
-	queue->notify = (void *)(notify.at + get16(FIELD(queue_notify_off)) * notify_multiplier);
+	queue->notify = (void *)(notify + get16(FIELD(queue_notify_off)) * notify_multiplier);
 	set16(FIELD(queue_enable), 1);
 }
 
@@ -703,20 +607,9 @@ static void run(void)
 	say("ended");
 }
 
-int main(int count, char **words)
+int main(void)
 {
-	if (count < 2)
-		die("usage: tmemcfg info | reset | fuzz SEED COUNT | run");
 	open_device();
-	if (!strcmp(words[1], "info"))
-		info();
-	else if (!strcmp(words[1], "reset"))
-		reset();
-	else if (!strcmp(words[1], "fuzz") && count == 4)
-		fuzz(strtoull(words[2], NULL, 0), strtoul(words[3], NULL, 0));
-	else if (!strcmp(words[1], "run"))
-		run();
-	else
-		die("unknown command '%s'", words[1]);
+	run();
 	return 0;
 }

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from driver import LastingTorture, Torture, driver_vm, load, seed, state, stats, wait_state
-from test_device import query_qmp
 from test_memory_slots import ACPI_CHECK, guest_is_done
 
 from harness import migration
@@ -37,6 +36,25 @@ OWN_SECONDS = 3.0
 # Longest time that a guest takes to release a device that is unplugged.
 GUEST_SECONDS = 30.0
 HANGS = 3
+
+
+def query_qmp(vm: Vm) -> None:
+    """Sends all QMP queries of a virtio device; QEMU must answer each, even if with an error."""
+    devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
+    assert "virtio-tmem" in devices, devices
+    path = devices["virtio-tmem"]
+    status = vm.qmp.execute("x-query-virtio-status", {"path": path})
+    assert status["device-id"] == 63
+    for queue in range(status["num-vqs"]):
+        place = {"path": path, "queue": queue}
+        vm.qmp.execute("x-query-virtio-queue-status", place)
+        for command in ("x-query-virtio-vhost-queue-status", "x-query-virtio-queue-element"):
+            try:
+                vm.qmp.execute(command, place)
+            except QmpError:
+                pass  # QEMU answers with an error if the guest has not started the device
+    vm.qmp.human("info qtree")
+    vm.qmp.human("info virtio")
 
 
 @contextmanager

@@ -27,18 +27,12 @@ def files() -> dict[str, Path]:
     return {PROGRAM: guest_program(TESTS / "guest/tmemcfg.c")}
 
 
-def info(vm: Vm) -> dict[str, int]:
-    """Returns the registers and the configuration that the guest sees."""
-    lines = vm.guest.sh(f"{PROGRAM} info").splitlines()
-    return {key: int(value, 0) for key, value in (line.split() for line in lines)}
-
-
 class UserDriver:
     """The program tmemcfg that runs in a VM's guest."""
 
     def __init__(self, vm: Vm) -> None:
         self._vm = vm
-        vm.guest.sh(f": >{LOG}; setsid {PROGRAM} run >>{LOG} 2>&1 & echo $! >{PID}")
+        vm.guest.sh(f": >{LOG}; setsid {PROGRAM} >>{LOG} 2>&1 & echo $! >{PID}")
         self.wait("generation ")
 
     def lines(self) -> list[str]:
