@@ -17,7 +17,6 @@ from driver import (
     DM,
     HOOKS,
     PARAMETERS,
-    PATIENT,
     SYSFS,
     TORTURE,
     WHERE,
@@ -42,7 +41,7 @@ from test_filesystems import mounted
 from test_hooks import READERS, check_fadvise, check_read_path
 from test_pace import check_waits_for_silent_host
 from test_selftest import BLIND
-from test_torture import BROKEN, BROKEN_RANDOM, MOUNT, SCENARIOS, SMALL
+from test_torture import SCENARIOS, SMALL
 
 from harness import debug_kernel, disk
 from harness.daemon import Daemon
@@ -202,15 +201,6 @@ def test_writes_without_the_hook_of_submit_bio_are_seen_twice(
     check_writes_are_seen_twice(served(session, kernel))
 
 
-def test_readers_never_see_an_older_version_of_a_block(session: Session, kernel: Kernel) -> None:
-    """While others write a block, buffered or directly, readers see no older version of it."""
-    guest = served(session, kernel)
-    arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
-    Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()
-    assert stats(guest)["hits"] > 100
-    wait_state(guest, "on")
-
-
 @pytest.mark.parametrize(
     "name, scenarios",
     [("ext4", SCENARIOS), ("xfs", [*XFS_SCENARIOS, "clone", "swapext"])],
@@ -225,30 +215,6 @@ def test_torture_scenarios_find_no_wrong_byte(
         assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     assert stats(guest)["hits"] > 0
     wait_state(guest, "on")
-
-
-def test_torture_scenario_finds_a_wrong_byte_if_a_check_is_removed(
-    session: Session, kernel: Kernel
-) -> None:
-    """Each check is needed: without it, its scenario finds a wrong byte."""
-    guest = served(session, kernel, f"verify_every=0 retain=N {PATIENT}")
-    for parameter, value, scenario in BROKEN:
-        set_parameter(guest, parameter, value)
-        Torture(guest, f"--scenario={scenario} {MOUNT}").must_mismatch()
-        set_parameter(guest, parameter, "")
-        guest.sh(f"umount {WHERE}; mount -t ext4 /dev/vda {WHERE}", 60)
-        Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
-
-
-@pytest.mark.parametrize("check", BROKEN_RANDOM)
-def test_random_operations_detect_each_removed_check(
-    session: Session, kernel: Kernel, check: str
-) -> None:
-    """Random operations find a wrong byte without a check that right contents depend on."""
-    parameters = f"verify_every=0 retain=N {PATIENT} test_blocks_without={check}"
-    guest = served(session, kernel, parameters)
-    arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
-    Torture(guest, arguments, 600).must_mismatch()
 
 
 def test_missing_submit_bio_fadvise_and_drop_slab_hooks_cost_only_hits(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Runs the torture program in native guests: user-mode Linux with the driver built in.
 
-The kernel has no ftrace, kprobes and modules, and calls the driver's hooks itself. Migration,
-resets and large folios are tested with QEMU only, because user-mode Linux has none of them. A
+The kernel has no ftrace, kprobes and modules, and calls the driver's hooks itself. test_intree.py
+tests these hooks one by one, and test_torture.py the checks of the driver. Migration, resets and
+large folios are tested with QEMU only, because user-mode Linux has none of them. A
 restart of the daemon is tested with a proxy that connects again in place of user-mode Linux.
 """
 
@@ -28,18 +29,14 @@ from driver import (
     evict,
     growth,
     seed,
-    set_parameter,
     start_daemon,
     state,
     stats,
     wait_served,
     wait_state,
 )
-from test_blocks import check_writes_are_seen_twice
-from test_pace import check_waits_for_silent_host
 from test_ring import check_full_batches_without_feeder
-from test_selftest import BLIND
-from test_torture import BROKEN, BROKEN_RANDOM, SCENARIOS, SMALL
+from test_torture import SCENARIOS, SMALL
 
 from bench.vm.machine import BENCH, DATA, Machine
 from bench.vm.native import parse_latency, percentile
@@ -164,40 +161,6 @@ def test_full_batches_and_their_answers_need_no_feeder_thread_or_tick(session: S
     check_full_batches_without_feeder(guest, WAITING_PAGES)
 
 
-def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
-    """kswapd waits while the host takes no page, unless the hook `reclaim` is off."""
-    daemon = start_daemon(session)
-    check_waits_for_silent_host(native_guest(session, daemon=daemon), daemon)
-
-
-def test_released_hooks_can_be_installed_again(session: Session) -> None:
-    """Nothing is put while the hooks are released. When they are taken, the cache is empty."""
-    guest = native_guest(session)
-    for _ in range(3):
-        guest.sh("echo 0 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
-        assert state(guest).startswith("off: hooks are released")
-        before = stats(guest)
-        guest.sh(f"dd if=/dev/urandom of={WHERE}/g bs=64k count=16 conv=fsync 2>/dev/null")
-        guest.drop_caches()
-        assert growth(before, stats(guest))["puts"] == 0
-        guest.sh("echo 1 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
-        wait_state(guest, "on")
-        wait_served(guest)
-    Torture(guest, f"--seed={seed()} --ops=2000 {SMALL}").finish()
-
-
-# The first entry is for a module: a built-in driver redirects no function.
-@pytest.mark.parametrize("parameter, words", BLIND[1:])
-def test_self_test_detects_each_missing_hook(session: Session, parameter: str, words: str) -> None:
-    guest = native_vm(session, parameter).start()
-    guest.mount("data", WHERE)
-    found = state(guest)
-    assert found.startswith("off: self-test: ") and words in found, found
-    guest.sh(f"dd if=/dev/urandom of={WHERE}/f bs=64k count=16 conv=fsync 2>/dev/null")
-    guest.drop_caches()
-    assert stats(guest)["puts"] == 0
-
-
 def test_random_operations_find_no_wrong_byte(session: Session) -> None:
     """Random operations, evictions and unmounts cause no wrong byte, and the cache has hits."""
     guest = native_guest(session)
@@ -224,32 +187,6 @@ def test_hits_of_random_operations_match_the_disk(session: Session, name: str) -
     wait_state(guest, "on")
 
 
-def test_readers_never_see_an_older_version_of_a_block(session: Session) -> None:
-    """Readers never see an older version of a block, beside buffered and direct writers."""
-    guest = native_guest(session)
-    arguments = f"--seed={seed()} --mode=versions --ops=40000 --mixed"
-    Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()
-    assert stats(guest)["hits"] > 100
-    wait_state(guest, "on")
-
-
-def test_writes_without_the_hook_of_submit_bio_are_seen_twice(session: Session) -> None:
-    check_writes_are_seen_twice(native_guest(session))
-
-
-@pytest.mark.parametrize("name", ["ext4", "xfs"])
-def test_sampled_reads_equal_the_disk(session: Session, name: str) -> None:
-    """One read in eight is compared with the disk, also after mounts and unmounts."""
-    fs = disk.FILE_SYSTEMS[name]
-    guest = native_guest(session, "verify_every=8", fs)
-    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
-    change = rates(guest, f"{arguments} --device=/dev/vda --fstype={fs.kind}")
-    assert change["hits"] > OPERATIONS // 10
-    assert change["blocks_gets_equal"] > OPERATIONS // 100
-    assert change["blocks_gets_wrong"] == change["mismatches"] == 0
-    wait_state(guest, "on")
-
-
 def test_memory_written_by_the_kernel_survives_swapping(session: Session) -> None:
     """Memory that the kernel writes keeps its content when it is swapped out and in.
 
@@ -265,45 +202,6 @@ def test_torture_scenarios_find_no_wrong_byte(session: Session) -> None:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
         assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     wait_state(guest, "on")
-
-
-def test_torture_scenario_finds_a_wrong_byte_if_a_check_is_removed(session: Session) -> None:
-    """Each check is needed: without it, its scenario finds a wrong byte."""
-    # With retained pages, the driver itself would notice some faults and block the mount.
-    guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
-    for parameter, value, scenario in BROKEN:
-        set_parameter(guest, parameter, value)
-        Torture(guest, f"--scenario={scenario} {MOUNT}").must_mismatch()
-        set_parameter(guest, parameter, "")
-        guest.sh(f"umount {WHERE}; mount -t ext4 /dev/vda {WHERE}", 60)
-        Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
-
-
-@pytest.mark.parametrize("check", BROKEN_RANDOM)
-def test_random_operations_detect_each_removed_check(session: Session, check: str) -> None:
-    """Random operations find a wrong byte without a check that right contents depend on."""
-    guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N test_blocks_without={check}")
-    arguments = f"--seed={seed()} --ops=200000 --files=16 --size-max=262144 --no-evictor"
-    Torture(guest, arguments, 600).must_mismatch()
-
-
-def test_dropped_puts_leave_no_old_page(session: Session) -> None:
-    """If the driver drops a put, because of a full ring or no memory, no old page remains."""
-    guest = native_guest(session, "verify_every=0 inject_ring_full=3 inject_nomem=7")
-    Torture(guest, f"--seed={seed()} --ops=20000 {SMALL} --jobs=2").finish()
-    counters = stats(guest)
-    assert counters["puts_dropped_ring_full"] > 100
-    assert counters["puts_dropped_nomem"] > 100
-    assert counters["hits"] > 100
-    wait_state(guest, "on")
-
-
-def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
-    """If a page from the host is corrupt, the driver uses neither it nor later pages from there."""
-    guest = native_guest(session, "verify_every=0 inject_corrupt=50")
-    Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
-    assert state(guest).startswith("poisoned: content check")
-    assert stats(guest)["misses_check"] > 0
 
 
 @pytest.mark.parametrize("in_flight", ["replayed", "skipped"])
