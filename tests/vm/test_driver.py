@@ -19,7 +19,6 @@ import pytest
 from driver import (
     DEADLINE_MS,
     MODULE,
-    SETTLE_SECONDS,
     Torture,
     checksums,
     driver_guest,
@@ -42,8 +41,8 @@ from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
-from harness.vm import MIB, Tmem, Vm
-from harness.wait import scaled, until
+from harness.vm import MIB, Tmem
+from harness.wait import scaled
 
 if TYPE_CHECKING:
     from shared_fixtures import Tree
@@ -409,31 +408,6 @@ def test_virtio_f_in_order_is_negotiated_if_the_kernel_supports_it(
     assert counters["mismatches"] == 0
 
 
-def test_second_device_is_not_used_and_the_log_has_the_reason(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """The driver uses one device only. It does not use a second device, and logs the reason."""
-    daemon = start_daemon(session, "vm1", "vm2")
-    data, sums = tree_disk(session)
-    second = f"socket,id=tmem2,path={daemon.socket('vm2')},reconnect-ms=100"
-    vm = driver_vm(
-        session,
-        kernel,
-        module,
-        Tmem(daemon.socket("vm1")),
-        disks=[data],
-        arguments=["-chardev", second, "-device", "vhost-user-tmem-pci,chardev=tmem2"],
-    )
-    guest = vm.start()
-    load(guest, "verify_every=0")
-    assert "has a virtio-tmem device already" in guest.sh("dmesg")
-    files = list(sums)[:4]
-    evict(guest, files)
-    assert checksums(guest, files) == {path: sums[path] for path in files}
-    assert stats(guest)["hits"] > 0
-    guest.sh("rmmod virtio_tmem", 60)
-
-
 def test_unserved_file_systems_are_not_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -485,26 +459,3 @@ def test_drop_caches_empties_the_pool_only_with_drop_caches_flush(tree: Tree) ->
     assert before["index_pages"] == 0
     assert checksums(guest, files) == {path: sums[path] for path in files}
     assert stats(guest)["hits"] == before["hits"]
-
-
-def test_module_reloads_under_load_cause_no_wrong_byte(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """The module is loaded and unloaded while torture runs: no wrong byte, no oops."""
-    daemon = start_daemon(session)
-    vm: Vm = driver_vm(
-        session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2, tcg_threads="single"
-    )
-    guest = vm.start()
-    load(guest, "verify_every=0")
-    torture = Torture(guest, f"--seed={seed()} --ops=4000 --files=16 --size-max=262144", 600)
-    rounds = 0
-    while not torture.job.done() and rounds < 20:
-        until(
-            lambda: stats(guest)["puts"] > 20 or torture.job.done(), SETTLE_SECONDS * 4, "some puts"
-        )
-        guest.sh("rmmod virtio_tmem", 120)
-        guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
-        rounds += 1
-    torture.finish()
-    assert rounds >= 2
