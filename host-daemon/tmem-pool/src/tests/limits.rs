@@ -55,24 +55,6 @@ fn a_tenant_over_its_limit_evicts_its_own_oldest_pages() {
 }
 
 #[test]
-fn a_large_page_evicts_several_small_pages() {
-    let engine = new_engine(4 << 20);
-    let small = 64;
-    let tenant = add(
-        &engine,
-        "a",
-        None,
-        limited(small * PAGE_METADATA_CHARGE_BYTES),
-    );
-    for index in 0..small {
-        assert_eq!(put(&tenant, 1, index, 1, &[7; PAGE_SIZE]), Stored);
-    }
-    assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
-    assert!(tenant.stats().charged_bytes <= small * PAGE_METADATA_CHARGE_BYTES);
-    engine.check_invariants();
-}
-
-#[test]
 fn a_page_larger_than_the_limit_is_refused_without_eviction() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, limited(NOISE_CHARGE - 1));
@@ -92,28 +74,6 @@ fn a_page_larger_than_the_limit_is_refused_without_eviction() {
     assert!(get(&tenant, 1, 0, 1).is_some());
     assert_eq!(tenant.stats().puts_refused, 3);
     assert_eq!((engine.stats().blobs, engine.stats().pages), (0, 0));
-}
-
-#[test]
-fn a_refused_put_drops_an_earlier_page_with_the_same_key() {
-    let engine = new_engine(4 << 20);
-    let tenant = add(&engine, "a", None, limited(NOISE_CHARGE));
-    tenant.shared().lock(&tenant.engine().totals).raw_min = 1;
-    let put = |cookie, page| Put {
-        object: 1,
-        index: 1,
-        cookie,
-        workingset: false,
-        page,
-    };
-    let (same, noise) = ([1; PAGE_SIZE], noise(1));
-    let mut results = [Refused, Stored];
-    tenant
-        .put(POOL, &[put(1, &same), put(2, &noise)], &mut results)
-        .unwrap();
-    assert_eq!(results, [Stored, Refused]);
-    assert_eq!(get(&tenant, 1, 1, 1), None);
-    assert_eq!(tenant.stats().pages, 0);
 }
 
 #[test]
