@@ -265,48 +265,6 @@ fn setting_the_pool_size_shrinks_and_grows_the_pool() {
 }
 
 #[test]
-fn the_read_only_socket_changes_nothing() {
-    let daemon = daemon();
-    let mut client = client(&daemon.path("read-only"));
-    let refused = |kind: &ErrorKind, method: &str| {
-        assert!(
-            matches!(kind, ErrorKind::ReadOnlySocket(Some(args)) if args.method == method),
-            "the daemon did not answer with the error ReadOnlySocket: {kind}"
-        );
-    };
-    refused(
-        client.flush_vm("a".into()).call().unwrap_err().kind(),
-        "FlushVm",
-    );
-    refused(
-        client.freeze_vm("a".into()).call().unwrap_err().kind(),
-        "FreezeVm",
-    );
-    refused(
-        client.thaw_vm("a".into()).call().unwrap_err().kind(),
-        "ThawVm",
-    );
-    refused(
-        client.set_pool_size(8 << 20).call().unwrap_err().kind(),
-        "SetPoolSize",
-    );
-    client
-        .get_freeable()
-        .call()
-        .expect("GetFreeable fails on the read-only socket");
-    let features = client
-        .get_features()
-        .call()
-        .expect("GetFeatures fails on the read-only socket")
-        .features;
-    assert_eq!(
-        features,
-        [tmem_control::FEATURE_RETAIN, "VIRTIO_TMEM_F_LATENCIES"]
-    );
-    assert!(!client.list_vms().call().unwrap().vms[0].frozen);
-}
-
-#[test]
 fn unknown_vms_are_named_in_errors() {
     let daemon = daemon();
     let mut client = client(&daemon.path("control"));

@@ -443,25 +443,63 @@ fn the_next_successful_call_for_a_vm_clears_its_reported_problem() {
 }
 
 #[test]
-fn the_read_only_socket_adds_and_removes_no_vm() {
+fn the_read_only_socket_changes_nothing() {
     let host = host();
     host.add(&host.spec(UUID, "web"));
     let mut client = tmem_control::connect(&host.path("read-only"))
         .expect("cannot connect to the control socket");
-    let added = client.add_vm(host.spec(OTHER, "db")).call().map(drop);
-    let removed = client.remove_vm(UUID.into(), "x".into()).call().map(drop);
-    let problem = client
-        .set_problem(UUID.into(), "x".into(), None)
-        .call()
-        .map(drop);
-    for result in [added, removed, problem] {
-        let error = result.expect_err("the read-only socket accepted a change of a VM");
+    let vms = || {
+        let vms = host.client().list_vms().call().expect("ListVms fails").vms;
+        let part = |vm: tmem_control::Vm| (vm.name, vm.quota, vm.frozen);
+        vms.into_iter().map(part).collect::<Vec<_>>()
+    };
+    let before = vms();
+    let (spec, web) = (host.spec(OTHER, "db"), || "web".to_string());
+    let quota = tmem_control::quota(Some(1 << 20), None, None);
+    let calls = [
+        ("AddVm", client.add_vm(spec).call().map(drop)),
+        (
+            "RemoveVm",
+            client.remove_vm(UUID.into(), "x".into()).call().map(drop),
+        ),
+        ("SetQuota", client.set_quota(web(), quota).call().map(drop)),
+        (
+            "SetProblem",
+            client
+                .set_problem(UUID.into(), "x".into(), None)
+                .call()
+                .map(drop),
+        ),
+        ("FlushVm", client.flush_vm(web()).call().map(drop)),
+        ("FreezeVm", client.freeze_vm(web()).call().map(drop)),
+        ("ThawVm", client.thaw_vm(web()).call().map(drop)),
+        (
+            "SetPoolSize",
+            client.set_pool_size(8 << 20).call().map(drop),
+        ),
+        (
+            "ReleaseMemory",
+            client.release_memory(1 << 20).call().map(drop),
+        ),
+    ];
+    for (method, result) in calls {
+        let error = result.expect_err("the read-only socket accepted a change");
         assert!(
-            matches!(error.kind(), ErrorKind::ReadOnlySocket(_)),
-            "the daemon did not answer with the error ReadOnlySocket: {error}"
+            matches!(error.kind(), ErrorKind::ReadOnlySocket(Some(args)) if args.method == method),
+            "the daemon did not answer {method} with the error ReadOnlySocket: {error}"
         );
     }
-    assert_eq!(host.names(), ["given", "web"]);
+    assert_eq!(vms(), before);
+    let answer = client.get_freeable().call();
+    answer.expect("GetFreeable fails on the read-only socket");
+    let answer = client.get_features().call();
+    let features = answer
+        .expect("GetFeatures fails on the read-only socket")
+        .features;
+    assert_eq!(
+        features,
+        [tmem_control::FEATURE_RETAIN, "VIRTIO_TMEM_F_LATENCIES"]
+    );
 }
 
 #[test]
