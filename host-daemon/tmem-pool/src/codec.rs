@@ -331,8 +331,6 @@ pub(crate) fn decode(stored: &[u8], out: &mut Page) -> Result<(), Corrupt> {
 #[cfg(all(test, not(miri)))]
 mod tests {
     use super::*;
-    use std::hint::black_box;
-    use std::time::{Duration, Instant};
 
     fn text() -> Page {
         std::array::from_fn(|at| b'a' + (at * at * 31 / 7 % 13) as u8)
@@ -366,52 +364,6 @@ mod tests {
             denser.wipe();
             restorer.wipe();
             assert!(is_zero(&mut denser.memory) && is_zero(&mut restorer.memory));
-        }
-    }
-
-    /// Prints how much time the wipe of a zstd context adds when a single page is restored or
-    /// compressed, which is the worst case.
-    #[test]
-    #[ignore = "measures: run it with --release --ignored --nocapture"]
-    fn measure_the_time_of_wiping_a_zstd_context() {
-        let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
-        let mut denser = Denser::new().expect("cannot allocate a zstd context");
-        let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
-        let stored = denser
-            .encode(&page, &mut buffer, PAGE_SIZE)
-            .expect("the test page does not compress")
-            .to_vec();
-        println!(
-            "memory of a zstd context: {} pages for compression, {} pages for decompression",
-            denser.memory.pages().len(),
-            restorer.memory.pages().len()
-        );
-        for wipe in [false, true, false, true] {
-            let time = |what: &mut dyn FnMut()| {
-                let rounds = (0..200).map(|_| {
-                    let begun = Instant::now();
-                    (0..50).for_each(|_| what());
-                    begun.elapsed() / 50
-                });
-                rounds.min().unwrap_or(Duration::ZERO)
-            };
-            let compressed = time(&mut || {
-                black_box(denser.encode(&page, &mut buffer, PAGE_SIZE));
-                if wipe {
-                    denser.wipe();
-                }
-            });
-            let restored = time(&mut || {
-                black_box(restorer.restore(&stored[1..], &mut out));
-                if wipe {
-                    restorer.wipe();
-                }
-            });
-            let wiped = if wipe { "with" } else { "without" };
-            println!(
-                "{wiped} a wipe of the zstd context after each page: \
-                 {compressed:?} to compress a page, {restored:?} to restore it"
-            );
         }
     }
 }
