@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from bench.vm import demo, idle
-from harness.native import NativeVm
+from bench.vm import demo
 from harness.paths import HarnessError
 from harness.vm import MIB
 
@@ -38,18 +35,6 @@ def test_demo_working_sets_share_most_of_their_files() -> None:
         demo.choose(files[:100], 2, 200 * MIB)
 
 
-def test_native_guest_read_bytes_are_512_per_disk_sector() -> None:
-    class Stub(NativeVm):
-        def __init__(self) -> None:
-            pass
-
-        @property
-        def guest(self) -> Any:
-            return SimpleNamespace(disk_stat=lambda name: SimpleNamespace(read_sectors=10))
-
-    assert demo.read_bytes(Stub()) == 5120
-
-
 def test_json_report_and_table_contain_both_vms() -> None:
     plain = {name: measured(4 << 30, 0) for name in demo.NAMES}
     tmem = {name: measured(1 << 30, 262144) for name in demo.NAMES}
@@ -65,20 +50,3 @@ def test_json_report_and_table_contain_both_vms() -> None:
     assert report["idle"] is None
     tmem["web1"].checksums_equal = False
     assert "DIFFER" in demo.summary(plain, tmem)
-
-
-def test_report_of_the_idle_vm_contains_its_memory_and_times() -> None:
-    found = idle.Idle(512 * MIB, 200 * MIB, 80 * MIB, 76800, 5.04, 310 * MIB, 9.96)
-    text = found.summary()
-    for part in (
-        "1.00 GiB",
-        "512 MiB; then 200 MiB, and 80 MiB",
-        "5.0 s (300 MiB",
-        "10.0 s (310 MiB",
-        "1.98 times",
-    ):
-        assert part in text, text
-    plain = {name: measured(4 << 30, 0) for name in demo.NAMES}
-    report = demo.figures(128 * MIB, plain, plain, POOL, found)["idle"]
-    assert report["ram_bytes"] == 1 << 30
-    assert (report["after_bytes"], report["disk_seconds"]) == (200 * MIB, 9.96)

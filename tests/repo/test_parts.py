@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from harness import initramfs, toolchain, wait
 from harness.kernel import Kernel
 from harness.paths import HarnessError
-from harness.process import Process
 
 
 def fake_kernel(root: Path) -> Kernel:
@@ -106,29 +104,3 @@ def test_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         return not status.exists() or "State:\tZ" in status.read_text()
 
     wait.until(gone, 10, "the orphan ends")
-
-
-def test_process_reports_its_exit_status(tmp_path: Path) -> None:
-    process = Process("teller", ["sh", "-c", "echo last words; exit 5"], tmp_path / "log")
-    assert process.wait(10) == 5
-    with pytest.raises(HarnessError, match=r"(?s)teller ended with status 5.*last words"):
-        process.expect_alive()
-
-
-def test_error_names_a_missing_program(tmp_path: Path) -> None:
-    process = Process("ghost", [tmp_path / "ghost"], tmp_path / "log")
-    assert process.wait(10) == 127
-    with pytest.raises(HarnessError, match="ghost: No such file"):
-        process.expect_alive()
-
-
-def test_paused_process_can_be_resumed_and_killed(tmp_path: Path) -> None:
-    process = Process("sleeper", ["sleep", "1000"], tmp_path / "log")
-    process.pause()
-    assert process.alive()
-    process.resume()
-    process.kill()
-    assert process.status() == -9
-    begin = time.monotonic()
-    process.kill()
-    assert time.monotonic() - begin < wait.scaled(5)
