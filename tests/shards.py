@@ -280,10 +280,7 @@ SHARDS: dict[str, Shard] = {
     **kernel_shards(),
     "native": Shard(
         "guests in user-mode Linux, whose kernel is built",
-        (
-            "cargo build --locked -p tmem-model --bin vhost-proxy",
-            "cd tests && ./python -m pytest vm/test_native.py",
-        ),
+        ("cd tests && ./python -m pytest vm/test_native.py",),
         ("guest-driver/", "tests/native-kernel/"),
         needs=PROGRAMS,
         minutes=40,

@@ -11,7 +11,6 @@ from types import TracebackType
 from harness.daemon import Daemon, Tenant
 from harness.machine import EVERYWHERE, Pinning
 from harness.native import NativeConfig, NativeVm
-from harness.proxy import VhostProxy
 from harness.vm import Config, Vm
 
 
@@ -26,7 +25,7 @@ class Session:
         self.directory = Path(tempfile.mkdtemp(prefix="tmem-"))
         self._keep = keep
         self._pinning = pinning
-        self._members: list[Vm | NativeVm | Daemon | VhostProxy] = []
+        self._members: list[Vm | NativeVm | Daemon] = []
 
     def daemon(
         self, *tenants: Tenant | str, pool_size: str = "64MiB", options: list[str] | None = None
@@ -50,13 +49,6 @@ class Session:
         vm = NativeVm(config, directory, self._pinning)
         self._members.append(vm)
         return vm
-
-    def proxy(self, tmemd: Path, *, skips_in_flight: bool) -> VhostProxy:
-        """Creates a proxy for a socket of a daemon, which is not started yet."""
-        directory = self.directory / f"proxy-{len(self._members)}"
-        proxy = VhostProxy(directory, tmemd, skips_in_flight=skips_in_flight)
-        self._members.append(proxy)
-        return proxy
 
     def expect_trouble(self) -> None:
         """Ignores oopses, warnings and wrong pages on the consoles of all present guests."""

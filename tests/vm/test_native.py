@@ -2,9 +2,9 @@
 """Runs the torture program in native guests: user-mode Linux with the driver built in.
 
 The kernel has no ftrace, kprobes and modules, and calls the driver's hooks itself. test_intree.py
-tests these hooks one by one, and test_torture.py the checks of the driver. Migration, resets and
-large folios are tested with QEMU only, because user-mode Linux has none of them. A
-restart of the daemon is tested with a proxy that connects again in place of user-mode Linux.
+tests these hooks one by one, and test_torture.py the checks of the driver. Migration, resets, large
+folios and restarts of the daemon are tested with QEMU only, because user-mode Linux has no
+migration, resets and large folios, and does not connect again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from driver import (
     PATIENT,
     TORTURE,
     WHERE,
-    LastingTorture,
     Torture,
     checksums,
     evict,
     growth,
     seed,
     start_daemon,
-    state,
     stats,
     wait_served,
     wait_state,
@@ -46,7 +44,6 @@ from harness.guest import Guest
 from harness.machine import pinning
 from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, guest_program
-from harness.proxy import VhostProxy
 from harness.session import Session
 from harness.vm import MIB
 from harness.wait import until
@@ -57,12 +54,6 @@ pytestmark = pytest.mark.usefixtures("host_programs")
 # pages (TMEM_WAITING_DIVISOR).
 WAITING_PAGES = 220
 OPERATIONS = 100_000
-DOWN_SECONDS = 3.0  # time without a daemon, several times as long as the driver takes to notice
-HUNG_SECONDS = 5.0  # time for which the daemon hangs
-HITS_BACK_SECONDS = 2.0  # longest time until the guest has hits after a new daemon serves
-# Longest time until the guest has hits after a hang. The open breaker sends a probe every second,
-# and a busy machine may answer the first ones too late to close it.
-HITS_BACK_AFTER_HANG_SECONDS = 4.0
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
 
@@ -74,18 +65,14 @@ def native_vm(
     throttle: disk.Throttle | None = None,
     direct: bool = True,
     daemon: Daemon | None = None,
-    proxy: VhostProxy | None = None,
 ) -> NativeVm:
-    """Creates a guest with an empty disk "data", and a device that `daemon` or a new one serves.
-
-    The guest is connected to the daemon by `proxy`, or directly.
-    """
+    """Creates a guest with an empty disk "data", and a device that `daemon` or a new one serves."""
     image = fs.make(session.directory / "data.img", DISK_BYTES)
     daemon = daemon or start_daemon(session)
     return session.native_vm(
         NativeConfig(
             disks=[disk.Disk("data", image, throttle=throttle)],
-            tmem=proxy.socket if proxy else daemon.socket("vm1"),
+            tmem=daemon.socket("vm1"),
             files={TORTURE: guest_program(TESTS / "guest/torture.c")},
             parameters=parameters,
             direct=direct,
@@ -202,63 +189,6 @@ def test_torture_scenarios_find_no_wrong_byte(session: Session) -> None:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
         assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     wait_state(guest, "on")
-
-
-@pytest.mark.parametrize("in_flight", ["replayed", "skipped"])
-def test_lost_or_hung_daemon_causes_no_configuration_read(session: Session, in_flight: str) -> None:
-    """The driver notices that the daemon is gone, hangs or is back without configuration reads.
-
-    The front end is a proxy as in VMMs that forward configuration reads to the daemon, where a read
-    without a daemon ends the VM. It replays the requests in flight to the next daemon, or skips
-    them. The guest reads and writes files all the time, and finds no wrong byte.
-    """
-    daemon = start_daemon(session)
-    proxy = session.proxy(daemon.socket("vm1"), skips_in_flight=in_flight == "skipped")
-    proxy.start()
-    guest = native_vm(session, daemon=daemon, proxy=proxy).start()
-    guest.mount("data", WHERE)
-    wait_state(guest, "on")
-    wait_served(guest)
-    proxy.end_probe()
-    probe = f"{WHERE}/probe"
-    guest.sh(f"dd if=/dev/urandom of={probe} bs=64k count=4 conv=fsync 2>/dev/null")
-    load = LastingTorture(guest, seed(), f"--ops=20000 {SMALL} --jobs=2")
-
-    def check_served(after: str, seconds: float = HITS_BACK_SECONDS) -> None:
-        reads = proxy.counts()["reads_failed"]
-        assert reads == 0, f"{reads} configuration reads {after}"
-        before = stats(guest)["hits"]
-        began = time.monotonic()
-
-        def served() -> bool:
-            # The load need not read an evicted page at this moment.
-            guest.sh(f"cat {probe} >/dev/null && echo 1 >/proc/sys/vm/drop_caches")
-            return stats(guest)["hits"] > before
-
-        try:
-            until(served, seconds, f"hits are back {after}")
-        except HarnessError as error:
-            raise HarnessError(f"{error}; the state is {state(guest)}\n{stats(guest)}") from None
-        print(f"hits {after}: {time.monotonic() - began:.2f} s")
-        assert not load.ended(guest), "the torture program found a wrong byte"
-
-    check_served("before the first fault")
-    for number in range(1, 4):
-        daemon.kill()
-        time.sleep(DOWN_SECONDS)
-        daemon.start()
-        check_served(f"after kill {number}")
-        daemon.pause()
-        time.sleep(HUNG_SECONDS)
-        daemon.resume()
-        check_served(f"after hang {number}", HITS_BACK_AFTER_HANG_SECONDS)
-        daemon.restart()
-        check_served(f"after restart {number}")
-    load.finish(guest)
-    counts = proxy.counts()
-    assert counts["connections"] == 7 and counts["losses"] == 6, counts
-    assert counts["reads_failed"] == 0, counts
-    assert stats(guest)["mismatches"] == 0
 
 
 def run_on(processor: int, pid: int) -> None:
