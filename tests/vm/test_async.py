@@ -22,7 +22,6 @@ from driver import (
     driver_vm,
     evict,
     growth,
-    is_on,
     load,
     programs,
     seed,
@@ -33,9 +32,8 @@ from driver import (
     stats,
     wait_state,
 )
-from liar import LIES_OF_GETS, T_GET, Liar
+from liar import T_GET, Liar
 
-from harness import fio
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
@@ -48,7 +46,6 @@ DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
 NOWAIT = "/bin/nowait"
 # First kernel whose reads with RWF_NOWAIT start readahead.
 NOWAIT_SINCE = (6, 12)
-FIO = "/bin/fio"
 FILES = 8
 PAGES = 64  # pages of a file
 # Evicted last, so that it replaces the other files in the put ring, which the driver reads itself.
@@ -134,34 +131,6 @@ def test_pages_come_by_interrupt_or_from_the_disk(
         wait_state(guest, "on")
 
 
-def test_wrong_answers_leave_the_pages_to_the_disk(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """Each wrong answer gives right bytes and no error; wrong contents switch the cache off."""
-    with Liar(session.directory / "liar") as liar:
-        guest = boot(session, kernel, module, liar)
-        sums = make(guest)
-        for lie in LIES_OF_GETS:
-            until(lambda: is_on(guest), 60, "the breaker is closed")
-            liar.lie = lie
-            before = stats(guest)
-            assert checksums(guest, list(sums)) == sums, lie
-            wait_ended(guest)
-            grown = growth(before, stats(guest))
-            print(lie, grown)
-            # A busy machine may open the breaker.
-            assert grown["fetches_disk"] > 0 or grown["trips"] > 0, lie
-            assert grown["mismatches"] == 0
-            liar.lie = ""
-            evict_again(guest, list(sums))
-        until(lambda: is_on(guest), 60, "the breaker is closed")
-        evict_again(guest, list(sums))
-        liar.lie = "content"
-        assert checksums(guest, list(sums)) == sums
-        wait_state(guest, "poisoned")
-        assert in_flight(stats(guest)) == 0
-
-
 def test_answers_out_of_order_end_their_own_reads(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -214,6 +183,12 @@ def test_fetches_wait_for_bounce_pages(session: Session, kernel: Kernel, module:
         liar.silent = frozenset({T_GET})
         grown = read_all()
         assert grown["fetches_waited"] > 0 and grown["hits"] == grown["ring_hits"]
+        # When the host answers, the driver has free requests and bounce pages again.
+        liar.silent = frozenset()
+        wait_state(guest, "on")
+        evict_again(guest, list(sums))
+        grown = read_all()
+        assert grown["hits"] > FILES * PAGES / 2
 
 
 @pytest.mark.smoke
@@ -370,28 +345,3 @@ def test_host_that_stops_under_load_causes_no_wrong_byte(
     wait_ended(guest)
     wait_state(guest, "on")
     assert stats(guest)["fetches_late"] > 0
-
-
-def test_fio_with_depth_reads_right_bytes(session: Session, kernel: Kernel, module: Path) -> None:
-    """io_uring reads many blocks at a time from the host, and fio verifies each of them."""
-    guest = driver_guest(
-        session,
-        kernel,
-        module,
-        parameters=f"verify_every=0 {PATIENT}",
-        cpus=2,
-        files={FIO: fio.program()},
-    )
-    common = (
-        f"cd {WHERE} && {FIO} --name=f --size=12m --bs=4k --fallocate=none --invalidate=0"
-        f" --verify=crc32c --verify_fatal=1 --verify_state_save=0 --randseed={seed()}"
-    )
-    guest.sh(f"{common} --ioengine=psync --rw=randwrite --do_verify=0", 300)
-    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
-    before = settle(guest)
-    guest.sh(f"{common} --ioengine=io_uring --iodepth=16 --rw=randwrite --verify_only", 300)
-    grown = growth(before, stats(guest))
-    print(grown)
-    assert grown["hits"] > 1000
-    wait_ended(guest)
-    wait_state(guest, "on")

@@ -194,53 +194,6 @@ def test_other_readaheads_do_not_wait_if_one_holds_all_requests(
         wait_state(guest, "on")
 
 
-def test_readers_without_a_free_request_read_the_disk_at_the_deadline(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """If a silent device holds most bounce pages, other readers wait until the deadline at most."""
-    readers, pages = 48, 32  # each reader has one readahead; there are fewer requests than readers
-    deadline_ms = 1000
-    with Liar(session.directory / "liar") as liar:
-        guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
-        # The deadline is so long that all readers begin to read while the first one still waits.
-        set_parameter(guest, "deadline_ms", str(deadline_ms))
-        guest.sh(f"echo 128 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
-        files = [f"/mnt/r{number}" for number in range(readers)]
-        for path in files:
-            guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={pages} 2>/dev/null")
-        guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
-        sums = checksums(guest, files)
-        for _ in range(2):
-            guest.sh("echo 1 >/proc/sys/vm/drop_caches")
-            settle(guest)
-            for first in range(0, readers, 8):
-                some = " ".join(files[first : first + 8])
-                guest.sh(f"cat {some} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
-                settle(guest)
-            before = hold(guest, FILLER, FILLER_MIB)
-            expected = readers * pages + FILLER_MIB * MIB_PAGES
-            assert before["index_pages"] >= expected * 9 // 10
-            liar.delay_seconds = SILENT_SECONDS
-            began, ended = guest.sh(
-                "cut -d' ' -f1 /proc/uptime;"
-                f" for f in {' '.join(files)}; do cat $f >/tmp/$(basename $f) & done; wait;"
-                " cut -d' ' -f1 /proc/uptime",
-                120,
-            ).split()
-            grown = growth(before, stats(guest))
-            print(float(ended) - float(began), grown)
-            assert grown["fetches_waited"] > 0
-            assert grown["misses_late"] > 0
-            assert float(ended) - float(began) < deadline_ms / 1000 + scaled(OWN_SECONDS)
-            read = checksums(guest, [f"/tmp/{Path(path).name}" for path in files])
-            assert list(read.values()) == list(sums.values())
-            # When the device answers, the driver has free requests and bounce pages again.
-            liar.delay_seconds = 0.0
-            wait_state(guest, "on")
-            settle(guest)
-        assert stats(guest)["mismatches"] == 0
-
-
 def test_reader_with_a_full_queue_reads_the_disk_at_once(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
