@@ -5,7 +5,7 @@ The kernel is Debian's source with the patches of guest-driver/intree, so it has
 and modules. Patches of tests/native-kernel/patches, for the lab only, put guest memory into a
 sealed memfd and use eventfds for interrupts, because tmemd accepts nothing else. The kernel process
 itself is the vhost-user front end of the device and of the disks. It runs the programs of the guest
-in other processes, which it stops for each system call with ptrace (6.12) or seccomp (7.3).
+in other processes, which it stops for each system call with seccomp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from harness.channel import Channel
 from harness.debug_kernel import (
     APPLY,
     NEWER_SOURCE,
-    SOURCE,
     check_config,
     digest_of,
     driver_sources,
@@ -47,9 +46,9 @@ from harness.vm import MIB, TROUBLE
 from harness.wait import Deadline
 
 LAB = TESTS / "native-kernel"
+CONFIGS = (LAB / "native.config", LAB / "7.3.config")
 BINARIES_KEPT = 8  # number of built kernels that stay in the cache
-# Number of source trees with objects in the cache, of 1.5 GB each: one for each kind of kernel, and
-# one more for a branch with other patches.
+# Number of source trees with objects in the cache, of 1.5 GB each, for branches with other patches.
 TREES_KEPT = 4
 BOOT_SECONDS = 60.0  # longest boot; it takes about 2 s on an idle machine
 AGENT_READY = "agent: ready"  # message of tests/guest/agent.c when its terminal is open
@@ -63,68 +62,48 @@ UNUSED = ("drivers/gpu", "drivers/net/ethernet", "drivers/net/wireless", "driver
           "drivers/staging", "drivers/infiniband", "drivers/iio", "sound")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of native kernel: a series, its source, and its arguments."""
-
-    series: str
-    source: tuple[str, str]
-    arguments: tuple[str, ...] = ()
-
-
-# A system call takes two thirds of the time with seccomp that it takes with ptrace. A kernel of 7.3
-# for several processors is no option: processes crash and lose writes to memory mappings, also
-# without the driver.
-KINDS = {
-    "6.12": Kind("6.12", SOURCE),
-    "7.3": Kind("7.3", NEWER_SOURCE, ("seccomp=on",)),
-}
-DEFAULT = "7.3"
+# Series of the kernel. A system call takes two thirds of the time with its seccomp that it takes
+# with ptrace of 6.12. A kernel for several processors is no option: processes crash and lose writes
+# to memory mappings, also without the driver.
+SERIES = "7.3"
 
 
 def chosen() -> str:
-    """Returns the kind of kernel that TMEM_NATIVE_KERNEL names, or the path of a kernel."""
-    return os.environ.get("TMEM_NATIVE_KERNEL", DEFAULT)
+    """Returns the path of a kernel that TMEM_NATIVE_KERNEL names, or SERIES."""
+    return os.environ.get("TMEM_NATIVE_KERNEL", SERIES)
 
 
 def build() -> Path:
-    """Returns the chosen kernel. One of a kind is in the cache, or is built from these sources.
+    """Returns the chosen kernel: the one in the cache is built from these sources.
 
     The cache keeps the tree with its objects,
     so that a change of the driver only compiles the driver and links. The first build takes 5 to 13
     minutes of one core.
     """
     name = chosen()
-    if name not in KINDS:
+    if name != SERIES:
         if not os.access(name, os.X_OK):
-            raise HarnessError(
-                f"TMEM_NATIVE_KERNEL: {name} is neither a program nor one of {', '.join(KINDS)}"
-            )
+            raise HarnessError(f"TMEM_NATIVE_KERNEL: {name} is no program")
         return Path(name)
     base = cache_dir() / "kernel/native"
     base.mkdir(parents=True, exist_ok=True)
-    sources = [*series(KINDS[name].series), *_lab_patches(name), *_configs(name)]
+    sources = [*series(SERIES), *_lab_patches(), *CONFIGS]
     tree = base / digest_of(sources)
     linux = tree / f"linux-{digest_of(driver_sources())}"
     with open(base / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not linux.is_file():
-            _build(name, base, tree, linux)
+            _build(base, tree, linux)
         os.utime(linux)
         return linux
 
 
-def _lab_patches(name: str) -> list[Path]:
-    return sorted((LAB / "patches" / KINDS[name].series).glob("*.patch"))
+def _lab_patches() -> list[Path]:
+    return sorted((LAB / "patches" / SERIES).glob("*.patch"))
 
 
-def _configs(name: str) -> list[Path]:
-    return [LAB / "native.config", LAB / f"{name}.config"]
-
-
-def _build(name: str, base: Path, tree: Path, linux: Path) -> None:
+def _build(base: Path, tree: Path, linux: Path) -> None:
     source, out = tree / "source", tree / "out"
-    kind = KINDS[name]
     if not (tree / "ready").exists():
         trees = [path for path in base.iterdir() if path.is_dir()]
         trees.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -132,26 +111,26 @@ def _build(name: str, base: Path, tree: Path, linux: Path) -> None:
             shutil.rmtree(old)
         shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir()
-        say(f"fetching the source of the native kernel {name}")
-        unpack(tree, *kind.source)
+        say("fetching the source of the native kernel")
+        unpack(tree, *NEWER_SOURCE)
         for directory in UNUSED:
             for path in (source / directory).rglob("*.[ch]"):
                 path.unlink()
         out.mkdir()
-        run(APPLY, source, kind.series)
-        for patch in _lab_patches(name):
+        run(APPLY, source, SERIES)
+        for patch in _lab_patches():
             run("patch", "-d", source, "-p1", "--fuzz=0", "--quiet", "-i", patch)
         (tree / "ready").touch()
-    run(APPLY, "--driver-only", source, kind.series)
+    run(APPLY, "--driver-only", source, SERIES)
     config = tree / "all.config"
-    options = merge(path.read_text() for path in _configs(name))
+    options = merge(path.read_text() for path in CONFIGS)
     options["CONFIG_LOCALVERSION"] = '"-tmem-native"'
     config.write_text("".join(f"{option}={value}\n" for option, value in options.items()))
     arguments = ["ARCH=um", f"O={out}", f"KCONFIG_ALLCONFIG={config}"]
     if not (out / ".config").exists():
         run_make(source, *arguments, "allnoconfig")
         check_config(config, out / ".config")
-    say(f"building the native kernel {name}: minutes at first, later only seconds")
+    say("building the native kernel: minutes at first, later only seconds")
     run_make(source, *arguments, f"-j{os.cpu_count() or 1}", "linux")
     scratch = linux.with_suffix(".new")
     shutil.copy2(out / "linux", scratch)
@@ -225,11 +204,10 @@ class NativeVm:
         config = self.config
         linux, image = self.prepare()
         # A kernel that is given by its path ignores arguments that it does not know.
-        kind = KINDS.get(chosen(), KINDS[DEFAULT])
         command = [
             str(linux), f"mem={config.memory_bytes // MIB}M", f"initrd={image}", "rdinit=/init",
             "con=null", "con0=null,fd:1", f"ssl0=fd:{agent}", "TMEM_AGENT=/dev/ttyS0",
-            "loglevel=6", "oops=panic", "panic=-1", *kind.arguments,
+            "loglevel=6", "oops=panic", "panic=-1", "seccomp=on",
         ]  # fmt: skip
         for export in self.exports:
             command.append(f"virtio_uml.device={export.socket}:{DEVICE_ID_BLOCK}")
