@@ -431,9 +431,17 @@ def test_writes_erase_their_blocks_after_another_mount(
     check_each(guest, {"former": lambda: write_of_former_area(guest, "other", "third")})
 
 
-def reclaim(guest: Guest) -> str:
-    """Returns a command that evicts the pages which the group has read. It holds no s_umount."""
-    return f"echo 64M >{GROUP}/memory.reclaim"
+def make_group(guest: Guest) -> None:
+    """Makes a control group whose pages reclaim() can evict."""
+    guest.sh(
+        f"mount -t cgroup2 none {CGROUPS} && echo +memory >{CGROUPS}/cgroup.subtree_control"
+        f" && mkdir {GROUP}"
+    )
+
+
+def reclaim(guest: Guest) -> Job:
+    """Starts to evict the pages which the group has read or written. Holds no s_umount."""
+    return guest.start(f"echo 64M >{GROUP}/memory.reclaim", 120)
 
 
 def put_after_unmount(guest: Guest) -> bytes:
@@ -460,7 +468,7 @@ def put_after_unmount(guest: Guest) -> bytes:
     file.mount.wait("on")
     guest.sh(f"echo $$ >{GROUP}/cgroup.procs; cat {file.path} >/dev/null")
     hold = Hold(guest, "free")
-    job = guest.start(reclaim(guest), 120)
+    job = reclaim(guest)
     hold.wait()
     assert guest.run(f"{SPECIAL} cached {file.path} 0").status == 1, "the page is cached"
     guest.sh(f"umount {OTHER}", 60)
@@ -482,10 +490,7 @@ def test_block_numbers_are_used_again_without_records(
         for name in ("left", "right")
     }
     guest = boot(session, kernel, test_module, "dm_mod", **images)
-    guest.sh(
-        f"mount -t cgroup2 none {CGROUPS} && echo +memory >{CGROUPS}/cgroup.subtree_control"
-        f" && mkdir {GROUP}"
-    )
+    make_group(guest)
     check_each(guest, {"numbers": lambda: put_after_unmount(guest)})
 
 

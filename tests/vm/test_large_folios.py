@@ -7,12 +7,28 @@ import re
 from pathlib import Path
 
 import pytest
-from driver import Torture, checksums, growth, settle, stats, wait_state
+from driver import (
+    PATIENT,
+    WHERE,
+    Hold,
+    Torture,
+    checksums,
+    driver_guest,
+    growth,
+    programs,
+    settle,
+    start_daemon,
+    stats,
+    wait_state,
+)
+from test_blocks_checks import GROUP, SPECIAL, make_group, reclaim, without
 from test_filesystems import boot
 
+from harness import disk
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
+from harness.vm import Tmem
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -23,6 +39,9 @@ RA_ORDER_SINCE = (6, 17)
 HUGE_ORDER = 9
 HUGE_PAGES = 1 << HUGE_ORDER
 HUGE_FILES = 8
+PAGE = 4096
+# Page in the middle of a huge folio.
+WRITTEN = HUGE_PAGES // 2
 # With this much memory, the put ring has space for the pages of a huge folio.
 MEMORY_BYTES = 1 << 30
 # Largest order of a folio of readahead, READAHEAD_ORDER_MAX of the driver.
@@ -77,6 +96,61 @@ def test_all_pages_of_a_folio_of_512_pages_are_put(
         assert checksums(guest, [path]) == sums
     assert len(whole) >= HUGE_FILES // 2 and whole.count(True) >= HUGE_FILES // 4
     wait_state(guest, "on")
+
+
+def write_to_evicted(guest: Guest, path: str) -> tuple[list[int], int, bool]:
+    """Writes to a block of a file after reclaim has removed its folio, and before it is put.
+
+    Returns the orders of the file's folios, the number of puts, and whether a cached read returns
+    the bytes of the disk.
+    """
+    guest.sh(
+        f"echo $$ >{GROUP}/cgroup.procs;"
+        f" dd if=/dev/urandom of={path} bs=2M count=1 conv=fsync 2>/dev/null"
+    )
+    place = int(guest.sh(f"{SPECIAL} place {path} {WRITTEN * PAGE}"))
+    before = settle(guest)
+    watch_evictions(guest)
+    hold = Hold(guest, "free")
+    job = reclaim(guest)
+    hold.wait()
+    guest.sh(
+        f"dd if=/dev/zero of=/dev/{guest.disk('data')} bs={PAGE} seek={place // PAGE} count=1"
+        " conv=notrunc oflag=direct 2>/dev/null"
+    )
+    hold.release()
+    job.wait()
+    puts = growth(before, settle(guest))["puts"]
+    orders = orders_evicted(guest, path)
+    return orders, puts, guest.run(f"{SPECIAL} same {path}").status == 0
+
+
+def test_write_between_removal_and_put_reaches_a_page_of_a_huge_folio(
+    session: Session, kernel: Kernel, test_module: Path, file_system: str
+) -> None:
+    """Reclaim puts each page of a folio of 512 pages but the one whose block was written."""
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        Tmem(start_daemon(session).socket("vm1"), properties={"retain": "off"}),
+        parameters=f"verify_every=0 {PATIENT}",
+        fs=disk.find(file_system),
+        cpus=2,
+        memory_bytes=MEMORY_BYTES,
+        files=programs(SPECIAL),
+    )
+    make_group(guest)
+    for check in ("erase", ""):
+        without(guest, check)
+        for number in range(HUGE_FILES):
+            orders, puts, right = write_to_evicted(guest, f"{WHERE}/{check}{number}")
+            print(check, orders, puts, right)
+            if orders == [HUGE_ORDER]:
+                break
+        assert orders == [HUGE_ORDER]
+        assert puts == HUGE_PAGES - (not check)
+        assert right == (not check)
 
 
 @pytest.mark.parametrize("verify", [0, 1])
