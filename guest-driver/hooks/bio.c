@@ -30,15 +30,11 @@
 #include "blocks.h"
 
 /*
- * Maximum number of pages of a bio that are recorded. Writes of large folios and readahead of 8 MiB
- * have this many.
+ * Number of pages whose state is allocated at a time, so that an allocation has 2 KiB. A write of
+ * large folios may have 512 MiB in one bio. The memory for all of its pages is not found at once
+ * while reclaim runs.
  */
-#define BIO_PAGES_MAX	2048
-/*
- * Number of pages whose state is allocated at a time, so that an allocation has 2 KiB. The memory
- * for all pages of a long bio is not found at once while reclaim runs.
- */
-#define STATES		128
+#define STATES		127
 /* Number of pages that a run of the tasklet records. They take about 50 us. */
 #define RUN_PAGES	256
 
@@ -49,6 +45,12 @@
 struct state {
 	u64 check;
 	u32 seq;
+};
+
+/* States of some pages of a long bio. */
+struct states {
+	struct states *next;
+	struct state state[STATES];
 };
 
 /* State of a bio between its submission and its end. */
@@ -71,7 +73,8 @@ struct tracked {
 	struct bvec_iter iter;
 	unsigned int at;
 	unsigned int nr_pages;		/* number of pages that have a state */
-	struct state **more;		/* states of the pages from number STATES on */
+	struct states *more;		/* of the pages from number STATES on */
+	struct states *now;		/* used by state_of() */
 	struct state state[];
 };
 
@@ -134,33 +137,38 @@ static u64 check_of(struct page *page)
 	return check;
 }
 
+/* Returns the state of a page. The pages must be passed in order, from 0 on. */
 static struct state *state_of(struct tracked *t, unsigned int page)
 {
-	return page < STATES ? &t->state[page] : &t->more[page / STATES - 1][page % STATES];
+	if (page < STATES)
+		return &t->state[page];
+	if (!(page % STATES))
+		t->now = page == STATES ? t->more : t->now->next;
+	return &t->now->state[page % STATES];
 }
 
 static void track_free(struct tracked *t)
 {
-	unsigned int i;
+	struct states *states, *next;
 
-	for (i = STATES; i < t->nr_pages; i += STATES)
-		kfree(t->more[i / STATES - 1]);
-	kfree(t->more);
+	for (states = t->more; states; states = next) {
+		next = states->next;
+		kfree(states);
+	}
 	kfree(t);
 }
 
 /* Allocates states until @nr_pages pages have one, as far as there is memory. */
 static void add_states(struct tracked *t, unsigned int nr_pages, gfp_t gfp)
 {
-	struct state *states;
+	struct states **end = &t->more;
 
-	t->more = kcalloc(nr_pages / STATES, sizeof(*t->more), gfp);
-	while (t->more && t->nr_pages < nr_pages) {
-		states = TMEM_INJECT(nomem_states) ? NULL :
-			 kmalloc_array(STATES, sizeof(*states), gfp);
-		if (!states)
+	while (t->nr_pages < nr_pages) {
+		*end = TMEM_INJECT(nomem_states) ? NULL : kmalloc(sizeof(**end), gfp);
+		if (!*end)
 			break;
-		t->more[t->nr_pages / STATES - 1] = states;
+		(*end)->next = NULL;
+		end = &(*end)->next;
 		t->nr_pages = min(t->nr_pages + STATES, nr_pages);
 	}
 	tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages - t->nr_pages);
@@ -288,7 +296,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 		return false;
 	if (deadline_ns && fill(bio, deadline_ns))
 		return true;
-	nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
+	nr_pages = bio_segments(bio);
 	t = track_new(bio, nr_pages, false);
 	if (!t) {
 		tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages);
@@ -342,7 +350,8 @@ static void begin_pages(struct tracked *t)
 		} else {
 			write_part(t, at, &bv, true);
 		}
-		i++;
+		if (!(++i % STATES))
+			cond_resched();	/* submit_bio() may sleep */
 	}
 	/* A put that found a record has ended, and no other one begins until the write ends. */
 	first = block_at(t, place(t, &bio->bi_iter));
@@ -362,7 +371,7 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	bool in_area;
 
 	if (pages) {
-		nr_pages = min_t(sector_t, bio_segments(bio), BIO_PAGES_MAX);
+		nr_pages = bio_segments(bio);
 		t = track_new(bio, nr_pages, true);
 		if (!t)
 			tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages);
@@ -403,7 +412,7 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 /*
  * Fills or tracks a bio that is being submitted. Its sectors count from the beginning of its
  * partition. Returns true if the bio must not be submitted, because it has ended or will end later.
- * Context: process; does not sleep.
+ * Context: process; does not sleep, but may reschedule.
  */
 bool tmem_bio_begin(struct bio *bio)
 {

@@ -51,6 +51,10 @@ STREAM_MIB = 48
 
 TRACING = "/sys/kernel/tracing"
 REMOVED = f"{TRACING}/events/filemap/mm_filemap_delete_from_page_cache"
+QUEUED = f"{TRACING}/events/block/block_bio_queue"
+WRITE_MIB = 128
+# A long bio, in sectors. Without large folios, bios have 256 pages.
+LONG_SECTORS = 8192 * 8
 
 
 @pytest.fixture(params=["ext4", "xfs"])
@@ -151,6 +155,24 @@ def test_write_between_removal_and_put_reaches_a_page_of_a_huge_folio(
         assert orders == [HUGE_ORDER]
         assert puts == HUGE_PAGES - (not check)
         assert right == (not check)
+
+
+def test_all_pages_of_a_long_bio_are_recorded(
+    session: Session, kernel: Kernel, module: Path, file_system: str
+) -> None:
+    """The driver records each page of a file that is written in bios of more than 32 MiB."""
+    guest = boot(session, kernel, module, file_system, memory_bytes=MEMORY_BYTES)
+    guest.sh("cd /proc/sys/vm && echo 80 >dirty_ratio && echo 70 >dirty_background_ratio")
+    guest.sh(f"echo >{TRACING}/trace && echo 1 >{QUEUED}/enable")
+    before = stats(guest)
+    guest.sh(f"dd if=/dev/urandom of={WHERE}/f bs=2M count={WRITE_MIB // 2} conv=fsync", 60)
+    grown = growth(before, stats(guest))
+    guest.sh(f"echo 0 >{QUEUED}/enable")
+    trace = guest.get(f"{TRACING}/trace").decode()
+    sectors = [int(count) for count in re.findall(r" W\w* \d+ \+ (\d+) \[", trace)]
+    print(max(sectors), grown)
+    assert max(sectors) >= LONG_SECTORS
+    assert grown["blocks_written"] >= WRITE_MIB * 256
 
 
 @pytest.mark.parametrize("verify", [0, 1])
