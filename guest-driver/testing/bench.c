@@ -22,6 +22,7 @@
 #include <linux/uaccess.h>
 
 #include "../core/core.h"
+#include "../hooks/blocks.h"
 
 /* Number of samples of each kind, of which the median is reported. */
 #define BENCH_SAMPLES		1024
@@ -33,10 +34,12 @@
 /* Number of puts in a sample: a quarter of a full batch. */
 #define BENCH_PUTS		16
 /*
- * Number of pages that the puts of cold pages take in turn. They exceed the processor's
- * second-level cache, as pages that reclaim evicts are usually not in the cache.
+ * Number of pages that are put once when they are cold. They exceed the processor's second-level
+ * cache, as pages that reclaim evicts are usually not in the cache.
  */
-#define BENCH_COLD_PAGES	1024
+#define BENCH_COLD_PAGES	BENCH_SAMPLES
+/* First of the blocks of these pages, which no area has. */
+#define BENCH_COLD_BLOCK	(U32_MAX - BENCH_COLD_PAGES)
 /*
  * Maximum number of attempts at a put, 1 ms apart, while the ring is full or the host has no pool
  * yet.
@@ -62,7 +65,8 @@ enum bench_kind {
 	BENCH_COPY,		/* copy_page() */
 	BENCH_COPY_CHECK,	/* copy of a put, which computes the content check */
 	BENCH_PUT,
-	BENCH_PUT_COLD,		/* put of a page that is not in the processor's cache */
+	/* put of a page that is not in the processor's cache, and equals its record */
+	BENCH_PUT_COLD,
 	BENCH_PUT_OFF,		/* part of such a put during which interrupts are off */
 	NR_BENCH
 };
@@ -86,6 +90,7 @@ struct bench {
 	struct tmem_key key;
 	struct page *from, *to;
 	struct page *cold[BENCH_COLD_PAGES];
+	u64 cold_check[BENCH_COLD_PAGES];
 	struct rnd_state rnd;
 	pgoff_t index[BENCH_LOOKUPS];
 	u64 next_put;
@@ -182,38 +187,61 @@ static int bench_puts(struct bench *bench, unsigned int at)
 	return 0;
 }
 
+/* Records a page of the puts of cold pages as written to its block, without reading the page. */
+static void bench_record(struct bench *bench, unsigned int at)
+{
+	u32 block = BENCH_COLD_BLOCK + at;
+
+	tmem_record_flush(block, tmem_record_write(block, bench->cold[at]), bench->cold_check[at],
+			  bench->cold[at]);
+}
+
+/* Arguments and result of bench_put_block(). */
+struct bench_put {
+	struct tmem_key key;
+	struct tmem_evicted evicted;
+	bool taken;
+};
+
+static void bench_put_block(u32 block, void *arg)
+{
+	struct bench_put *put = arg;
+
+	put->taken = tmem_put(&put->key, block - BENCH_COLD_BLOCK, &put->evicted, false);
+}
+
 /*
- * Puts a page that is not in the processor's cache, without the record of its block. If the ring
- * does not take the page, the function puts it again.
+ * Puts a page that is not in the processor's cache, if it equals the record of its block. If the
+ * ring does not take the page, the function puts it again.
  */
 static int bench_cold(struct bench *bench, unsigned int at)
 {
-	struct page *page = bench->cold[at % BENCH_COLD_PAGES];
 	unsigned int retries = BENCH_RETRIES;
-	struct tmem_key key = bench->key;
-	struct tmem_evicted evicted;
+	struct bench_put put = { .key = bench->key };
 	unsigned long flags;
 	u64 t[3];
-	bool put;
 
-	key.object = BENCH_OBJECT_COLD;
+	put.key.object = BENCH_OBJECT_COLD;
 	do {
-		evicted = (struct tmem_evicted){ .page = page };
+		put.evicted = (struct tmem_evicted){ .page = bench->cold[at] };
 		/* The driver leaves interrupts on during the first step. */
 		local_irq_save(flags);
 		t[0] = bench_ticks();
-		put = tmem_evicted_read(&evicted);
-		t[1] = bench_ticks();
-		put = put && tmem_put(&key, at, &evicted, false);
-		t[2] = bench_ticks();
+		if (tmem_evicted_read(&put.evicted)) {
+			t[1] = bench_ticks();
+			tmem_record_compare(BENCH_COLD_BLOCK + at, &put.evicted, bench_put_block,
+					    &put);
+			t[2] = bench_ticks();
+		}
 		local_irq_restore(flags);
 		tmem_put_end();
-		if (put) {
+		if (put.taken) {
 			bench->sample[BENCH_PUT_COLD][at] = t[2] - t[0];
 			bench->sample[BENCH_PUT_OFF][at] = t[2] - t[1];
 			return 0;
 		}
 		fsleep(USEC_PER_MSEC);
+		bench_record(bench, at);
 	} while (retries--);
 	return -EAGAIN;
 }
@@ -292,11 +320,15 @@ static int bench_run(const char *path)
 	/* Use a fixed seed, because no result depends on the random numbers. */
 	prandom_seed_state(&bench->rnd, BENCH_OBJECT);
 	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
-	for (i = 0; i < BENCH_COLD_PAGES; i++)
+	for (i = 0; i < BENCH_COLD_PAGES; i++) {
 		prandom_bytes_state(&bench->rnd, page_address(bench->cold[i]), PAGE_SIZE);
+		bench->cold_check[i] = tmem_check64_page(&tmem_keys, page_address(bench->cold[i]));
+		bench_record(bench, i);
+	}
 	err = bench->nr_pages ? bench_measure(bench) : -EINVAL;
 	filp_close(file, NULL);
 out:
+	tmem_record_erase(BENCH_COLD_BLOCK, BENCH_COLD_PAGES);
 	if (!IS_ERR_OR_NULL(bench->key.pool))
 		tmem_pool_free(bench->key.pool);
 	for (i = 0; i < NR_BENCH; i++)
