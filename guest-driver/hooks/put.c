@@ -41,8 +41,9 @@
 
 /*
  * Maximum number of pages that one call puts, because nothing else but interrupts may run on the
- * processor meanwhile: a put takes half a microsecond. A batch has up to 31 folios, and those of a
- * stream have 32 pages at most (readahead.c).
+ * processor meanwhile. Reclaim frees fewer at a time: it takes folios until these have 32 pages, or
+ * 64 with the multi-generational LRU, and the last one may have 512. drop_caches frees up to 31
+ * folios of any size.
  */
 #define FREE_PAGES_MAX	1024
 

@@ -109,7 +109,7 @@ def check_hits(guest: Guest) -> None:
     guest.sh(f"dd if=/dev/urandom of=/mnt/f bs=1M count={FILE_MIB} 2>/dev/null; sync")
 
     def all_hits() -> bool:
-        # Read the file again: the driver puts only a part of the large folios that a write makes.
+        # Pages for which the put ring had no space are put after this reading.
         before = read_and_evict(guest)["hits"]
         return read_and_evict(guest)["hits"] - before > FILE_MIB * PAGES_MIB * 9 // 10
 

@@ -95,7 +95,7 @@ def read_again(guest: Guest) -> tuple[int, int]:
 def read_first_hits(guest: Guest) -> None:
     """Reads the files until they had FIRST_HITS hits, all of which the driver compares.
 
-    Files that were just written may have large folios, of which only the first pages are put.
+    One reading may have fewer hits, because the put ring had no space for some pages.
     """
     seen = compared = 0
     while seen <= FIRST_HITS:
