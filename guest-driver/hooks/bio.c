@@ -8,8 +8,8 @@
  * function and the place of the transfer in an object of its own. The function runs once, after all
  * parts of a bio that was split, and before the file system unlocks a page or ends writeback.
  *
- * A disk ends bios in hard interrupts, with its queue locked. The work for each page, which a long
- * bio has 2,048 times, runs in a tasklet. The tasklet also ends the bios of a chain one after
+ * A disk ends bios in hard interrupts, with its queue locked. The work for each page, of which a
+ * bio may have a million, runs in a tasklet. The tasklet also ends the bios of a chain one after
  * another; bio_endio() would call itself for each bio of the chain whose bi_end_io was changed.
  *
  * Two tracepoints, or hooks at the same places, are a second net: they see writes to served disks
@@ -31,8 +31,8 @@
 
 /*
  * Number of pages whose state is allocated at a time, so that an allocation has 2 KiB. A write of
- * large folios may have 512 MiB in one bio. The memory for all of its pages is not found at once
- * while reclaim runs.
+ * large folios may have 512 MiB and more in one bio. The memory for all of its pages is not found
+ * at once while reclaim runs.
  */
 #define STATES		127
 /* Number of pages that a run of the tasklet records. They take about 50 us. */
@@ -313,6 +313,8 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 		state = state_of(t, i++);
 		state->seq = tmem_is_block(&bv, at) && tmem_is_filled(bv.bv_page, t->sb) ?
 			     tmem_record_read(block_at(t, at)) : 0;
+		if (!(i % STATES))
+			cond_resched();	/* submit_bio() may sleep */
 	}
 	track(t);
 	return false;
@@ -344,7 +346,8 @@ static void begin_pages(struct tracked *t)
 		if (state)
 			state->seq = 0;
 		at = place(t, &iter);
-		if (state && tmem_is_block(&bv, at) && tmem_is_flushed(bv.bv_page, t->sb)) {
+		if (state && t->epoch && tmem_is_block(&bv, at) &&
+		    tmem_is_flushed(bv.bv_page, t->sb)) {
 			state->seq = tmem_record_write(block_at(t, at), bv.bv_page);
 			state->check = check_of(bv.bv_page);
 		} else {
@@ -359,7 +362,7 @@ static void begin_pages(struct tracked *t)
 	if (in_task() && !(current->flags & PF_KTHREAD))
 		TMEM_HOLD(write);
 	if (!TMEM_WITHOUT(FORGET))
-		tmem_area_forget(t->sb, first - t->area_first, last - first + 1, false);
+		tmem_area_forget(t->sb, first - t->area_first, last - first + 1, true);
 }
 
 static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
@@ -370,7 +373,8 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 	unsigned int nr_pages;
 	bool in_area;
 
-	if (pages) {
+	/* Only pages under writeback are recorded. A direct write, of any length, has none. */
+	if (pages && folio_test_writeback(page_folio(bio_page(bio)))) {
 		nr_pages = bio_segments(bio);
 		t = track_new(bio, nr_pages, true);
 		if (!t)
@@ -553,8 +557,8 @@ static void end_all(struct tasklet_struct *tasklet)
 		t = llist_entry(e->rest, struct tracked, node);
 		e->rest = t->node.next;
 		if (!end_some(t, &budget)) {
-			t->node.next = e->rest;
-			e->rest = &t->node;
+			/* Other bios go first: they need no order, and may be short. */
+			llist_add(&t->node, &e->list);
 			break;
 		}
 	}
