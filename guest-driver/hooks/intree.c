@@ -108,7 +108,7 @@ void tmem_hook_dirty(struct folio *folio, struct address_space *mapping)
 /*
  * Handles a bio that is being submitted, whose sectors count from the beginning of its partition.
  * Returns true if submit_bio() must return, because the driver has taken the bio. Context: process;
- * does not sleep.
+ * waits for nothing, but may reschedule.
  */
 bool tmem_hook_submit_bio(struct bio *bio)
 {

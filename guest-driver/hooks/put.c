@@ -42,8 +42,8 @@
 /*
  * Maximum number of pages that one call puts, because nothing else but interrupts may run on the
  * processor meanwhile. Reclaim frees fewer at a time: it takes folios until these have 32 pages, or
- * 64 with the multi-generational LRU, and the last one may have 512. drop_caches frees up to 31
- * folios of any size.
+ * 64 with the multi-generational LRU, and the last one may have 512. drop_caches and DAMON free up
+ * to 31 folios of any size.
  */
 #define FREE_PAGES_MAX	1024
 
