@@ -71,9 +71,9 @@ const char autosize_text[] =
 "                       (120)\n"
 "  --pause=SECONDS      shortest pause; the longest is ten times as long (60)\n"
 "  --order=N            report free blocks of 2^N pages to the host (4). With 9,\n"
-"                       the kernel's default, compacts memory after each 256 MiB\n"
-"                       and when nothing is left to return: use that if the host\n"
-"                       backs the guest with transparent huge pages\n"
+"                       the kernel's default, compacts memory after each 256 MiB,\n"
+"                       and not only at the end: use that if the host backs the\n"
+"                       guest with transparent huge pages\n"
 "  --without-reporting  return memory although the host does not take it back\n"
 "\n"
 "SIZE is a number of bytes, with K, M or G for powers of 1,024.\n"
@@ -368,8 +368,7 @@ static void compact(enum autosize_why why, bool idle)
 
 	if (why != AUTOSIZE_RETURNING && why != AUTOSIZE_FLOOR && why != AUTOSIZE_NOTHING)
 		return;
-	if (options.order != ORDER_LARGE &&
-	    (!idle || why == AUTOSIZE_RETURNING || bytes < COMPACT_END_BYTES))
+	if (options.order != ORDER_LARGE && (!idle || bytes < COMPACT_END_BYTES))
 		return;
 	if (bytes && !write_text(COMPACT, "1"))
 		complain(COMPACT);
