@@ -9,7 +9,6 @@
   - `disks` makes images and requests, and `guests` boots guests.
   - `workloads`, `build` and `fleet_loads` are the loads that run with and without the pool.
   - `rivals` compares ways to use equal host bytes, which `host_bytes` counts.
-  - `model` predicts times.
   - `results` keeps the checked repetitions in a file.
   - `intervals`, `plot` and `report` make the page.
 - `sizes` repeats the comparison of `rivals` with several sizes of the pool.

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.vm import model, report
+from bench.vm import report
 from bench.vm.build import Build
 from bench.vm.fleet_loads import Boot, Neighbour
 from bench.vm.guests import Host, Lab, Native, Qemu
@@ -26,7 +26,9 @@ from bench.vm.output import Progress
 from bench.vm.results import Measured, Repetition, Results
 from bench.vm.rivals import OVERLAPS, Rivals
 from bench.vm.workloads import (
+    ALL_IN_RAM,
     URING,
+    AllInRam,
     Oltp,
     RandomReread,
     SequentialReread,
@@ -48,6 +50,7 @@ MAKE: Parts = {
     "rand_reread_1": lambda: RandomReread(1),
     "rand_reread_8": lambda: RandomReread(8),
     "rand_reread_io_uring": lambda: RandomReread(8, URING),
+    ALL_IN_RAM: AllInRam,
     "oltp_ro": lambda: Oltp(writes=False),
     "oltp_rw": lambda: Oltp(writes=True),
     "build": Build,
@@ -56,10 +59,6 @@ MAKE: Parts = {
     "write": Write,
     "boot": Boot,
     "victim": Neighbour,
-    model.ALL_IN_RAM: model.AllInRam,
-    model.HALF: model.half_ram,
-    model.MORE: model.more_ram,
-    model.TWO: model.TwoGuests,
     **{f"rivals_{round(overlap * 100)}": partial(Rivals, overlap) for overlap in OVERLAPS},
 }
 
@@ -130,10 +129,6 @@ class Run:
         return seconds / (part.repetitions if self._quick else 1)
 
     def _part(self, part: Workload, images: Path) -> None:
-        if part.key in model.HOLDOUTS and not self._results.repetitions(part.key):
-            # Save the prediction before the measurement, to show that it does not depend on it.
-            self._results.note("predictions", model.predict(self._results.data))
-            self._results.note("kvm_speedups", model.kvm_speedups(self._results.data))
         began = time.monotonic()
         try:
             with Session(pinning=self._host.pinning) as session:

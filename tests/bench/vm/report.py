@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.vm import build, intervals, model, output, plot
+from bench.vm import build, intervals, output, plot
 from bench.vm.intervals import Estimate, Pair
 from bench.vm.machine import PAGE_BYTES
 from bench.vm.results import Repetition
 from bench.vm.rivals import ARMS, CACHE, COPY, KSM, OVERLAPS, POOL, RAM, ZRAM, Arm
-from bench.vm.workloads import WITH, WITHOUT, Oltp
+from bench.vm.workloads import ALL_IN_RAM, WITH, WITHOUT, Oltp
 from harness.paths import HarnessError
 
 WIDTH = 100
@@ -89,7 +89,6 @@ FIGURES = (
 )  # fmt: skip
 RIVAL_TARGETS = {RAM: 4.0, CACHE: 1.5, ZRAM: 3.0, KSM: 3.0}
 RIVALS_AT = 0.9  # overlap whose figures have targets
-ERROR_MAX = 0.25
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -184,17 +183,6 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
                 f"≥ {target:g}",
                 value.text(),
                 verdict(value, target),
-            ]
-        )
-    if errors := model.errors(found):
-        worst = max(abs(value) for value in errors.values())
-        out.append(
-            [
-                "`prediction_error`",
-                "largest relative error of the hold-outs",
-                f"≤ {ERROR_MAX}",
-                f"{worst:.2f}",
-                MET if worst <= ERROR_MAX else MISSED,
             ]
         )
     return out
@@ -388,10 +376,10 @@ def explanations(found: dict[str, Any]) -> list[str]:
     """Returns sentences that explain figures by other figures, such as by reads of cached pages."""
     out = []
     parts = found["parts"]
-    if "rand_reread_1" in parts and model.ALL_IN_RAM in parts:
+    if "rand_reread_1" in parts and ALL_IN_RAM in parts:
         without = _median(found, "rand_reread_1", WITHOUT, "seconds")
         with_pool = _median(found, "rand_reread_1", WITH, "seconds")
-        cached = _median(found, model.ALL_IN_RAM, WITHOUT, "seconds")
+        cached = _median(found, ALL_IN_RAM, WITHOUT, "seconds")
         out.append(
             f"`rand_reread_speedup`: a guest whose RAM holds the whole file needs {cached:.2f} s, "
             f"a guest with less RAM {without:.2f} s without the pool and {with_pool:.2f} s with it."
@@ -432,74 +420,6 @@ def explanations(found: dict[str, Any]) -> list[str]:
             "last one."
         )
     return out
-
-
-def model_text(found: dict[str, Any]) -> str:
-    """Returns the section about the model, or an empty text without its measurements."""
-    predictions = found.get("predictions")
-    if not predictions:
-        return ""
-    costs = predictions["calibration"]
-    table = [["hold-out", "arm", "predicted", "measured", "error"]]
-    errors = model.errors(found)
-    for key in model.HOLDOUTS:
-        part = found["parts"].get(key)
-        if part and key in predictions:
-            for arm in (WITHOUT, WITH):
-                measured = intervals.middle([one[arm]["seconds"] for one in part["repetitions"]])
-                table.append(
-                    [
-                        part["title"].removeprefix("hold-out: "),
-                        f"{arm} the pool",
-                        f"{predictions[key][arm]:.2f} s",
-                        f"{measured.text()} s",
-                        f"{errors[f'{key} {arm}']:+.0%}",
-                    ]
-                )
-    parts = [
-        "## Model",
-        wrapped(
-            "The time of a random re-read is requests * work + misses * cost of a miss. A miss "
-            "reads the disk or gets a page from the pool. The disk's requests per second and the "
-            "host's processors bound it. An LRU cache that sees the guest's requests gives the "
-            "number of misses. The model was calibrated on native guests: "
-            f"a request takes {costs['work_us']:.1f} µs of work, a disk read "
-            f"{costs['disk_us']:.0f} µs, and a page from the pool {costs['get_us']:.1f} µs. "
-            f"{costs['lost']:.1%} of the misses are not in the pool. The LRU cache has "
-            f"{costs['cache_pages'] * 4096 / 2**20:.0f} MiB, {costs['lru_share']:.0%} of the "
-            "guest's page cache. The program writes each prediction into the JSON file before it "
-            "measures the hold-out."
-        ),
-        markdown(table),
-    ]
-    if errors.get(f"{model.TWO} {WITH}", 0) < -ERROR_MAX:
-        read_s, write_s = predictions[model.TWO][WITH], model.write_seconds()
-        parts.append(
-            wrapped(
-                "**Two guests with the pool.** The model lets a guest's disk write while the guest "
-                "reads. But fio's writes stay in the page cache until its fsync at the end, and "
-                f"then take up to {write_s:.2f} s at the disk's limit. The reads and these writes "
-                f"one after the other take up to {read_s + write_s:.2f} s. The model was not "
-                "changed after this measurement, because a prediction must be older than its "
-                "measurement."
-            )
-        )
-    if speedups := found.get("kvm_speedups"):
-        kvm = [["cost of a get", *(f"disk read of {us} µs" for us in model.KVM_DISK_US)]]
-        for get_us in model.KVM_GET_US:
-            cells = [f"{one['speedup']:.1f}" for one in speedups if one["get_us"] == get_us]
-            kvm.append([f"{get_us} µs", *cells])
-        parts += [
-            "### Predictions for hosts with KVM",
-            wrapped(
-                "Predicted speedup of the Zipf random re-read on a host with KVM, where a read "
-                f"from the page cache takes about {model.KVM_WORK_US} µs. It depends on the cost "
-                "of a get, which no native guest can measure, and on the disk. `proof --kvm` "
-                "measures it."
-            ),
-            markdown(kvm),
-        ]
-    return "\n\n".join(parts)
 
 
 def machine_text(found: dict[str, Any]) -> str:
@@ -557,16 +477,15 @@ def parameter_lines(found: dict[str, Any]) -> list[str]:
     out = ["A line has the parameters that differ from those of a similar load before it."]
     before: dict[str, dict[str, Any]] = {}
     for key, part in found["parts"].items():
-        if key not in model.MODEL_PARTS:
-            kind = key.partition("_")[0]
-            same = before.get(kind, {})
-            pairs = [
-                f"{name}: {value}"
-                for name, value in part["parameters"].items()
-                if same.get(name) != value
-            ]
-            out.append(f"**{part['title']}**: {'; '.join(pairs)}")
-            before[kind] = part["parameters"]
+        kind = key.partition("_")[0]
+        same = before.get(kind, {})
+        pairs = [
+            f"{name}: {value}"
+            for name, value in part["parameters"].items()
+            if same.get(name) != value
+        ]
+        out.append(f"**{part['title']}**: {'; '.join(pairs)}")
+        before[kind] = part["parameters"]
     return out
 
 
@@ -630,8 +549,6 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         if less := unequal(compared):
             parts.append(wrapped(f"These arms had fewer bytes than ours: {', '.join(less)}."))
         parts.append(markdown(rival_rows(found, "")))
-    if section := model_text(found):
-        parts.append(section)
     first, *lines = parameter_lines(found)
     parts += ["## Parameters", wrapped(first), *bullets(lines), "## Limits", limits(found)]
     return "\n\n".join(parts) + "\n"

@@ -53,10 +53,5 @@ class Results:
         self.data["machine"].append(facts)
         self.save()
 
-    def note(self, key: str, value: Any) -> None:
-        """Sets a value of the file that is no repetition, and saves the file."""
-        self.data[key] = value
-        self.save()
-
     def save(self) -> None:
         write_json(self.path, self.data)

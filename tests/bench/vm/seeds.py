@@ -55,8 +55,8 @@ class Seed(Paired):
 
     def _host_bytes(self, arm: str) -> int:
         """Returns the host's memory of an arm: the guest, its disks' processes, and tmemd."""
-        boxes = self.all_boxes[arm]
-        return Fleet(boxes, boxes[0].spec.daemon).host_bytes()
+        box = self.boxes[arm]
+        return Fleet([box], box.spec.daemon).host_bytes()
 
     def measure(self, arm: str, repetition: int) -> Measured:
         found = super().measure(arm, repetition)
@@ -136,8 +136,8 @@ class Iozone(Seed):
         return out
 
     def check(self) -> None:
-        for box in self.all_boxes[WITH]:
-            compare_with_disk(box, f"sha256sum {DATA}/{disks.SET}")
+        box = self.boxes[WITH]
+        compare_with_disk(box, f"sha256sum {DATA}/{disks.SET}")
 
 
 COMMAND = "tmem-guest"
@@ -217,8 +217,8 @@ class Directories(Seed):
         return f"find {DATA}/{directory} -type f -exec cat {{}} + >/dev/null"
 
     def check(self) -> None:
-        for box in self.all_boxes[WITH]:
-            compare_with_disk(box, f"cd {DATA}; find 1 2 3 -type f -exec cat {{}} + | sha256sum")
+        box = self.boxes[WITH]
+        compare_with_disk(box, f"cd {DATA}; find 1 2 3 -type f -exec cat {{}} + | sha256sum")
 
 
 # Numbers of jobs of make. In a guest of 160 MiB without the pool, 6 jobs read nothing from disk.
@@ -249,9 +249,9 @@ class Kernbench(Seed, Build):
         }
 
     def check(self) -> None:
-        for box in self.all_boxes[WITH]:
-            box.sh(f"umount {DATA}/tmp {DATA}/dev")
-            compare_with_disk(box, f"find {DATA} -type f -exec cat {{}} + | sha256sum")
+        box = self.boxes[WITH]
+        box.sh(f"umount {DATA}/tmp {DATA}/dev")
+        compare_with_disk(box, f"find {DATA} -type f -exec cat {{}} + | sha256sum")
 
 
 class Database(Seed):
@@ -308,11 +308,11 @@ class Database(Seed):
         return found | {self.figure: rate(text)}
 
     def check(self) -> None:
-        for box in self.all_boxes[WITH]:
-            box.sh(in_system(self.server.stop))
-            box.sh(f"cd {DATA}; umount dev/shm dev proc tmp")
-            files = f"find {DATA}/{self.server.files} -type f -exec cat {{}} +"
-            compare_with_disk(box, f"{files} | sha256sum")
+        box = self.boxes[WITH]
+        box.sh(in_system(self.server.stop))
+        box.sh(f"cd {DATA}; umount dev/shm dev proc tmp")
+        files = f"find {DATA}/{self.server.files} -type f -exec cat {{}} +"
+        compare_with_disk(box, f"{files} | sha256sum")
 
 
 MAKE: Parts = {

@@ -67,12 +67,11 @@ class Paired(Workload):
     sqlite = False
     throttle: disk.Throttle | None = disk.CLOUD_VOLUME
     sum_of: str | None = disks.SET  # file whose checksum is compared at the end
-    guests = 1  # number of guests of each arm
     pooled: tuple[str, ...] = (WITH,)  # arms whose guests have the pool
     files: Mapping[str, Path] = {}  # more programs in the guests
 
     def __init__(self) -> None:
-        self.all_boxes: dict[str, list[Box]] = {}
+        self.boxes: dict[str, Box] = {}
         self.parameters = {
             "RAM": f"{self.ram_bytes // MIB} MiB",
             "pool": f"{POOL_BYTES // MIB} MiB",
@@ -98,36 +97,31 @@ class Paired(Workload):
         loads = self.loads()
         if loads:
             requests = disks.loads_image(lab.directory / "loads.img", loads)
-        numbers = range(self.guests)
-        names = [f"{arm}{number}" for arm in self.pooled for number in numbers]
-        daemon = lab.daemon(*names, pool_bytes=POOL_BYTES * len(names))
+        daemon = lab.daemon(*self.pooled, pool_bytes=POOL_BYTES * len(self.pooled))
         for arm in self.arms:
-            self.all_boxes[arm] = []
-            for number in numbers:
-                name = f"{arm}{number}"
-                own = path
-                if self.writable:
-                    own = lab.directory / f"{name}.img"
-                    shutil.copyfile(path, own)
-                images = [Disk("data", own, read_only=not self.writable, throttle=self.throttle)]
-                if loads:
-                    images.append(Disk("loads", requests, read_only=True))
-                spec = Spec(
-                    name=name,
-                    ram_bytes=self.ram_of(arm),
-                    disks=tuple(images),
-                    daemon=daemon if arm in self.pooled else None,
-                    direct=self.throttle is not None,
-                    sqlite=self.sqlite,
-                    files=self.files,
-                )
-                box = lab.guest(spec)
-                box.mount_set(options="rw" if self.writable else "ro")
-                if loads:
-                    box.mount_loads()
-                self.all_boxes[arm].append(box)
-                self.warm(box)
-                box.settle()
+            own = path
+            if self.writable:
+                own = lab.directory / f"{arm}.img"
+                shutil.copyfile(path, own)
+            images = [Disk("data", own, read_only=not self.writable, throttle=self.throttle)]
+            if loads:
+                images.append(Disk("loads", requests, read_only=True))
+            spec = Spec(
+                name=arm,
+                ram_bytes=self.ram_of(arm),
+                disks=tuple(images),
+                daemon=daemon if arm in self.pooled else None,
+                direct=self.throttle is not None,
+                sqlite=self.sqlite,
+                files=self.files,
+            )
+            box = lab.guest(spec)
+            box.mount_set(options="rw" if self.writable else "ro")
+            if loads:
+                box.mount_loads()
+            self.boxes[arm] = box
+            self.warm(box)
+            box.settle()
 
     def loads(self) -> dict[str, str]:
         """Returns the requests of each repetition by their name, with those of the warm-up."""
@@ -139,7 +133,7 @@ class Paired(Workload):
             box.sh(f"cat {DATA}/{disks.SET} >/dev/null")
 
     def measure(self, arm: str, repetition: int) -> Measured:
-        (box,) = self.all_boxes[arm]
+        box = self.boxes[arm]
         self.before(box, repetition)
         box.settle()
         use = Use(box)
@@ -156,7 +150,7 @@ class Paired(Workload):
     def check(self) -> None:
         if not self.sum_of:
             return
-        for box in (box for arm in self.pooled for box in self.all_boxes.get(arm, [])):
+        for box in (self.boxes[arm] for arm in self.pooled if arm in self.boxes):
             found = box.sh(f"sha256sum {DATA}/{self.sum_of}").split()[0]
             if found != self._sum:
                 raise HarnessError(f"{self.key}, {box.vm.name}: the file's SHA-256 is wrong")
@@ -235,7 +229,6 @@ class RandomReread(Paired):
 
     theta = 0.6
     reads = 20_000
-    write_share = 0.0
 
     def __init__(self, depth: int = 1, engine: str = PSYNC) -> None:
         self.depth = depth
@@ -273,19 +266,30 @@ class RandomReread(Paired):
                     PAGE_BYTES,
                     blocks[thread :: self.threads],
                     str(number),
-                    write_share=self.write_share,
                 )
         return out
 
-    def trace(self, repetition: int) -> str:
-        """Returns fio's arguments to run the requests of a repetition."""
-        names = [load_name(repetition, thread) for thread in range(self.threads)]
-        return fio_trace(self.engine, self.depth // self.threads, *names)
-
     def act(self, box: Box, repetition: int) -> Measured:
-        seconds = _seconds(box.fio(self.trace(repetition)), "read", self.reads)
-        cached = box.sh("awk '/^Cached:/ { print $2 }' /proc/meminfo")
-        return {"seconds": seconds, "cached_mib": int(cached) / 1024}
+        names = [load_name(repetition, thread) for thread in range(self.threads)]
+        trace = fio_trace(self.engine, self.depth // self.threads, *names)
+        return {"seconds": _seconds(box.fio(trace), "read", self.reads)}
+
+
+ALL_IN_RAM = "rand_reread_all_in_ram"
+
+
+class AllInRam(RandomReread):
+    """Random re-read in a guest whose RAM holds the whole file: the bound of any cache."""
+
+    arms = (WITHOUT,)
+    ram_bytes = SET_BYTES + 160 * MIB
+    repetitions = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = ALL_IN_RAM
+        self.title = "Zipf random re-read, all in RAM"
+        self.seconds = 20
 
 
 class Oltp(Paired):
@@ -340,10 +344,10 @@ class Oltp(Paired):
         return {"tps": self.count / (time.monotonic() - began)}
 
     def check(self) -> None:
-        for box in self.all_boxes[WITH]:
-            found = box.sh(f"echo 'PRAGMA quick_check;' | {SQLITE} {DATA}/db").strip()
-            if found != "ok":
-                raise HarnessError(f"{self.key}, {box.vm.name}: the database is damaged: {found}")
+        box = self.boxes[WITH]
+        found = box.sh(f"echo 'PRAGMA quick_check;' | {SQLITE} {DATA}/db").strip()
+        if found != "ok":
+            raise HarnessError(f"{self.key}, {box.vm.name}: the database is damaged: {found}")
 
 
 class Stream(Paired):
@@ -407,8 +411,8 @@ class Write(Paired):
         return {"seconds": _seconds(report, "write", self.writes)}
 
     def check(self) -> None:
-        for box in self.all_boxes[WITH]:
-            compare_with_disk(box, f"sha256sum {DATA}/{disks.SET}")
+        box = self.boxes[WITH]
+        compare_with_disk(box, f"sha256sum {DATA}/{disks.SET}")
 
 
 def compare_with_disk(box: Box, digest: str) -> None:
