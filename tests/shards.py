@@ -132,7 +132,6 @@ def kernel_shards() -> dict[str, Shard]:
         "rhel": "vendor_config",
         "ubuntu": "vendor_config",
         "intree": "intree",
-        "intree-7.3": "intree",
     }
     return {
         f"kernel-{kernel}": Shard(

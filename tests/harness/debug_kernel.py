@@ -34,11 +34,11 @@ VENDORS = {
     "rhel": SOURCE,
     "ubuntu": SOURCE,
 }
-# These kernels contain the driver and its hooks, and have no ftrace and no modules. Each value is
-# the directory of the patches.
-INTREE = {"intree": "6.12", "intree-7.3": "7.3"}
-KINDS = (*CHECKING, *VENDORS, *INTREE)
-SOURCES = {**VENDORS, "intree-7.3": NEWER_SOURCE}
+# This kernel contains the driver and its hooks, and has no ftrace and no modules.
+INTREE = "intree"
+INTREE_SERIES = "7.3"
+KINDS = (*CHECKING, *VENDORS, INTREE)
+SOURCES = {**VENDORS, INTREE: NEWER_SOURCE}
 
 # Script that adds the driver and the patches for a kernel series to a kernel's source.
 APPLY = ROOT / "guest-driver/intree/apply"
@@ -46,18 +46,17 @@ APPLY = ROOT / "guest-driver/intree/apply"
 
 def fingerprint(kind: str) -> str:
     """Returns a hash of the files that a kernel is built from. It names the cached kernel."""
-    return digest_of([*_base(kind), *(driver_sources() if kind in INTREE else [])])
+    return digest_of([*_base(kind), *(driver_sources() if kind == INTREE else [])])
 
 
 def _base(kind: str) -> list[Path]:
     """Returns the files that a kernel is built from, except for the driver's sources."""
-    return [*fragments(kind), *(series(INTREE[kind]) if kind in INTREE else [])]
+    return [*fragments(kind), *(patches() if kind == INTREE else [])]
 
 
 def fragments(kind: str) -> list[Path]:
     """Returns a kernel kind's configuration fragments. The last one that sets an option counts."""
-    names = ["base", "intree", kind] if kind in INTREE else ["base", kind]
-    return [FRAGMENTS / f"{name}.config" for name in dict.fromkeys(names)]
+    return [FRAGMENTS / f"{name}.config" for name in ("base", kind)]
 
 
 def digest_of(paths: Iterable[Path]) -> str:
@@ -77,9 +76,9 @@ def driver_sources() -> list[Path]:
     return [*found, driver / "Kbuild", APPLY.parent / "Kconfig", ROOT / "proto/virtio_tmem.h"]
 
 
-def series(name: str) -> list[Path]:
-    """Returns the patches of the hooks for a kernel series, in their order."""
-    return sorted((APPLY.parent / name).glob("*.patch"))
+def patches() -> list[Path]:
+    """Returns the patches of the hooks, in their order."""
+    return sorted((APPLY.parent / INTREE_SERIES).glob("*.patch"))
 
 
 def run(*command: str | Path) -> None:
@@ -108,12 +107,12 @@ def build(kind: str, root: Path) -> str:
         work.mkdir(parents=True)
         say(f"fetching the source of the kernel '{kind}'")
         unpack(work, *SOURCES.get(kind, SOURCE))
-        if kind in INTREE:
-            run(APPLY, source, INTREE[kind])
+        if kind == INTREE:
+            run(APPLY, source)
         out.mkdir()
         ready.write_text(state)
-    elif kind in INTREE:
-        run(APPLY, "--driver-only", source, INTREE[kind])
+    elif kind == INTREE:
+        run(APPLY, "--driver-only", source)
     version = run_make(source, "kernelversion").strip()
 
     config = work / "all.config"
@@ -149,7 +148,7 @@ def build(kind: str, root: Path) -> str:
         installer = f"$(srctree)/scripts/package/install-extmod-build {headers}"
         run_make(source, *arguments, "run-command", f"KBUILD_RUN_COMMAND={installer}")
     shutil.copy2(out / ".config", headers)
-    if kind not in INTREE:
+    if kind != INTREE:
         shutil.rmtree(work)
     return release
 

@@ -30,10 +30,10 @@ from harness.debug_kernel import (
     digest_of,
     driver_sources,
     merge,
+    patches,
     run,
     run_make,
     say,
-    series,
     unpack,
 )
 from harness.disk import Disk
@@ -87,7 +87,7 @@ def build() -> Path:
         return Path(name)
     base = cache_dir() / "kernel/native"
     base.mkdir(parents=True, exist_ok=True)
-    sources = [*series(SERIES), *_lab_patches(), *CONFIGS]
+    sources = [*patches(), *_lab_patches(), *CONFIGS]
     tree = base / digest_of(sources)
     linux = tree / f"linux-{digest_of(driver_sources())}"
     with open(base / "lock", "w") as lock:
@@ -117,11 +117,11 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
             for path in (source / directory).rglob("*.[ch]"):
                 path.unlink()
         out.mkdir()
-        run(APPLY, source, SERIES)
+        run(APPLY, source)
         for patch in _lab_patches():
             run("patch", "-d", source, "-p1", "--fuzz=0", "--quiet", "-i", patch)
         (tree / "ready").touch()
-    run(APPLY, "--driver-only", source, SERIES)
+    run(APPLY, "--driver-only", source)
     config = tree / "all.config"
     options = merge(path.read_text() for path in CONFIGS)
     options["CONFIG_LOCALVERSION"] = '"-tmem-native"'

@@ -20,17 +20,15 @@ REPRODUCERS = sorted((UPSTREAM / "reproducers").iterdir())
 MAILS = sorted(UPSTREAM.glob("*.txt"))
 # Longest line of a mail to the kernel's lists.
 COLUMNS_MAX = 76
-# Kernel series for which there are patches, and Debian's package with its newest source.
-SOURCES = {"6.12": debug_kernel.SOURCE, "7.3": debug_kernel.NEWER_SOURCE}
 
 
-def kernel_files(series: str, names: list[str]) -> Path:
-    """Returns a directory with these files of a kernel's source; the first call fetches them."""
+def kernel_files(names: list[str]) -> Path:
+    """Returns a directory with these files of the kernel's source; the first call fetches them."""
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:12]
-    root = cache_dir() / "patched-files" / f"{series}-{digest}"
+    root = cache_dir() / "patched-files" / digest
     root.parent.mkdir(exist_ok=True)
     if not root.is_dir():
-        suite, package = SOURCES[series]
+        suite, package = debug_kernel.NEWER_SOURCE
         with tempfile.TemporaryDirectory(dir=root.parent) as directory:
             work = Path(directory)
             toolchain.fetch(suite, (package,), work / "debs", work / "deb")
@@ -42,17 +40,16 @@ def kernel_files(series: str, names: list[str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize("series", SOURCES)
-def test_patches_apply_to_the_newest_source_of_their_series(series: str, tmp_path: Path) -> None:
+def test_patches_apply_to_the_newest_source_of_their_series(tmp_path: Path) -> None:
     """The patches of guest-driver/intree apply in their order, without fuzz."""
-    patches = debug_kernel.series(series)
+    patches = debug_kernel.patches()
     text = "".join(map(Path.read_text, patches))
     changed = set(re.findall(r"^--- a/(.*)", text, re.MULTILINE))
     changed -= set(re.findall(r"^--- /dev/null\n\+\+\+ b/(.*)", text, re.MULTILINE))
     try:
-        files = kernel_files(series, sorted(changed))
+        files = kernel_files(sorted(changed))
     except HarnessError as error:
-        pytest.skip(f"the source of Linux {series} cannot be fetched: {error}")
+        pytest.skip(f"the kernel's source cannot be fetched: {error}")
     tree = tmp_path / "linux"
     shutil.copytree(files, tree)
     for path in patches:
