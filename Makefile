@@ -10,7 +10,7 @@ PYTHON = tests/python
 PYTHON_FILES = . ../qemu-dev/tests repo/lint-prose
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test python3 daemon programs qemu module demo bench packages dist repo \
+.PHONY: all help deps deps-test python3 daemon programs qemu module demo bench packages repo \
 	check-fast check check-all shard lint lint-python lint-shell simulate fuzz clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
@@ -51,11 +51,6 @@ NO_QEMU = $(filter 0,$(QEMU))
 packages: ## build the Debian packages in build/packages; GUEST=1: only those for guests, QEMU=0
 	scripts/deps $(if $(GUEST),guest-packages,packages $(if $(NO_QEMU),,qemu-package))
 	packaging/packages $(if $(GUEST),--guest,$(if $(NO_QEMU),--no-qemu)) $(PACKAGES)
-
-COMMIT ?= HEAD
-dist: ## make the source archive with all crates and bills of materials in build/dist; COMMIT=
-	scripts/deps dist
-	packaging/dist --commit $(COMMIT)
 
 repo: ## make a signed apt repository of build/packages in build/repo; KEY=FINGERPRINT in gpg
 	@test -n "$(KEY)" || { echo "make repo: name your key with KEY=" >&2; exit 2; }

@@ -176,13 +176,6 @@ def package_shards() -> dict[str, Shard]:
         needs="deps-test",
         minutes=25,
     )
-    shards["reproducible"] = Shard(
-        "build the packages twice and compare them",
-        ("make packages QEMU=0", "packaging/check-reproducible"),
-        ("debian/", "packaging/"),
-        needs="deps-test",
-        minutes=25,
-    )
     shards["container"] = Shard(
         "follow the instructions of the Containerfile",
         ("scripts/deps packages", "packaging/check-container"),
