@@ -128,9 +128,6 @@ def kernel_shards() -> dict[str, Shard]:
     tests = {
         "debug": "debug_kernel",
         "kcsan": "debug_kernel",
-        "fedora": "vendor_config",
-        "rhel": "vendor_config",
-        "ubuntu": "vendor_config",
         "intree": "intree",
     }
     return {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Builds kernels with checks, lock statistics, a vendor's configuration or a built-in driver.
+"""Builds kernels with checks or a built-in driver.
 
 The sources are Debian's. `tests/debug-kernel/base.config` has the options that the VMs need. A
-fragment for each kind of kernel ("debug", "kcsan", "rhel", ...) adds options or replaces options of
-the base. The cache keeps the bootable image and a tree to build modules in. For a kernel with the
-driver built in, it also keeps sources and objects, so that a change of the driver compiles only the
+fragment for each kind of kernel ("debug", "kcsan", "intree") adds or replaces options of the base.
+The cache keeps the bootable image and a tree to build modules in. For a kernel with the driver
+built in, it also keeps sources and objects, so that a change of the driver compiles only the
 driver. A full build takes 13 minutes of one core.
 """
 
@@ -26,19 +26,12 @@ SOURCE = ("bookworm-security", r"linux-source-6\.12")
 
 FRAGMENTS = TESTS / "debug-kernel"
 CHECKING = ("debug", "kcsan")
-# Source of the kernel with Fedora's configuration, which follows the newest series. RHEL 10 has
-# 6.12.
+# Source of the newest series, whose kernels have the driver built in.
 NEWER_SOURCE = ("trixie-backports", r"linux-source-7\.3")
-VENDORS = {
-    "fedora": NEWER_SOURCE,
-    "rhel": SOURCE,
-    "ubuntu": SOURCE,
-}
 # This kernel contains the driver and its hooks, and has no ftrace and no modules.
 INTREE = "intree"
 INTREE_SERIES = "7.3"
-KINDS = (*CHECKING, *VENDORS, INTREE)
-SOURCES = {**VENDORS, INTREE: NEWER_SOURCE}
+KINDS = (*CHECKING, INTREE)
 
 # Script that adds the driver and the patches for a kernel series to a kernel's source.
 APPLY = ROOT / "guest-driver/intree/apply"
@@ -106,7 +99,7 @@ def build(kind: str, root: Path) -> str:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         say(f"fetching the source of the kernel '{kind}'")
-        unpack(work, *SOURCES.get(kind, SOURCE))
+        unpack(work, *(NEWER_SOURCE if kind == INTREE else SOURCE))
         if kind == INTREE:
             run(APPLY, source)
         out.mkdir()
