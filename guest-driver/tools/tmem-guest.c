@@ -88,7 +88,7 @@ static const char status_text[] =
 static const char stats_text[] =
 "usage: tmem-guest stats [--watch[=SECONDS]] [--json]\n"
 "\n"
-"Shows the driver's counters. ABI/sysfs-kernel-virtio_tmem describes them.\n"
+"Shows the driver's counters. guest-driver/sysfs.md describes them.\n"
 "lost_fraction is the part of eligible evicted pages that the cache did not keep:\n"
 "puts_lost / puts_eligible.\n"
 "With --watch, shows the counters that changed, and their change per second,\n"

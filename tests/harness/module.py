@@ -22,7 +22,7 @@ BUILDS_KEPT = 16  # newest builds to keep for each kernel
 
 
 def counters(guest: Guest) -> dict[str, int]:
-    """Returns the driver's counters: guest-driver/ABI/sysfs-kernel-virtio_tmem describes them."""
+    """Returns the driver's counters: guest-driver/sysfs.md describes them."""
     lines = guest.sh("cd /sys/kernel/virtio_tmem/stats && grep . *").splitlines()
     return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
 

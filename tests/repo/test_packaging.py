@@ -167,7 +167,7 @@ def test_packages_contain_the_files_of_the_build(packages: Path) -> None:
     names = contents(packages, "virtio-tmem-dkms")
     for path in ("dkms.conf", "Kbuild", "Makefile", "proto/virtio_tmem.h", "core/ring.c"):
         assert f"{source}/{path}" in names
-    for name in ("README.md", "sysfs-kernel-virtio_tmem", "guest-support.md", "secure-boot.md"):
+    for name in ("README.md", "sysfs.md", "guest-support.md", "secure-boot.md"):
         document = f"./usr/share/doc/virtio-tmem-dkms/{name}"
         assert names & {document, f"{document}.gz"}
     assert not [name for name in names if name.endswith((".o", ".ko", ".mod.c"))]

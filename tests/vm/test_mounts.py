@@ -44,7 +44,7 @@ from harness.wait import until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 OTHER = "/other"
-ABI = ROOT / "guest-driver/ABI/sysfs-kernel-virtio_tmem"
+FILES_LISTED = ROOT / "guest-driver/sysfs.md"
 STARTS_SECONDS = 30.0
 FILES = 4
 # Number of files that are used as swap files, one after another.
@@ -213,7 +213,7 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     beside.wait()
     evict(guest, both)
     listed = set(guest.sh(f"ls {mount.path}").split())
-    assert listed == set(re.findall(r"/mounts/<major:minor>/(\w+)$", ABI.read_text(), re.M))
+    assert listed == set(re.findall(r"`mounts/<major:minor>/(\w+)`", FILES_LISTED.read_text()))
 
     held, held_beside = mount.count("held_pages"), beside.count("held_pages")
     assert min(held, held_beside) > FILES * FILE_PAGES // 2
