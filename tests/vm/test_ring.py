@@ -94,14 +94,14 @@ def hold_feeder(guest: Guest) -> Hold:
     return hold
 
 
-def wait_for_full_batches(guest: Guest, partial_pages: int = BATCH_PAGES) -> dict[str, int]:
-    """Waits until fewer than `partial_pages` puts are unanswered; returns the driver's counters."""
+def wait_for_full_batches(guest: Guest) -> dict[str, int]:
+    """Waits until fewer than a batch of puts are unanswered; returns the driver's counters."""
     counters: dict[str, int] = {}
 
     def answered() -> bool:
         nonlocal counters
         counters = stats(guest)
-        return counters["puts"] - counters["puts_stored"] < partial_pages
+        return counters["puts"] - counters["puts_stored"] < BATCH_PAGES
 
     what = (
         "the driver sends full batches, and the device answers them, while the driver's feeder "
@@ -111,11 +111,17 @@ def wait_for_full_batches(guest: Guest, partial_pages: int = BATCH_PAGES) -> dic
     return counters
 
 
-def check_full_batches_without_feeder(guest: Guest, partial_pages: int = BATCH_PAGES) -> None:
-    """Puts more pages than the ring has slots while the feeder is held, in several bursts.
+def test_full_batches_and_their_answers_need_no_feeder_thread(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Full batches leave and their answers free slots while the feeder thread does not run.
 
-    At most `partial_pages` of all queues together wait in batches that are not full.
+    The guest puts more pages than the ring has slots, in several bursts.
     """
+    daemon = start_daemon(session)
+    tmem = Tmem(daemon.socket("vm1"), num_queues=1)
+    guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
+    load(guest, f"verify_every=0 {PATIENT}")
     paths = [f"/mnt/burst{number}" for number in range(BURSTS)]
     for path in paths:
         guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={CHUNK_PAGES} 2>/dev/null; sync")
@@ -127,7 +133,7 @@ def check_full_batches_without_feeder(guest: Guest, partial_pages: int = BATCH_P
     before = stats(guest)
     for path in paths:
         guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
-        after = wait_for_full_batches(guest, partial_pages)
+        after = wait_for_full_batches(guest)
     grown = growth(before, after)
     assert grown["puts"] >= BURSTS * CHUNK_PAGES
     # The ring would have been full if answers had not freed slots.
@@ -135,17 +141,6 @@ def check_full_batches_without_feeder(guest: Guest, partial_pages: int = BATCH_P
     hold.release()
     settle(guest)
     assert checksums(guest, paths) == sums
-
-
-def test_full_batches_and_their_answers_need_no_feeder_thread(
-    session: Session, kernel: Kernel, test_module: Path
-) -> None:
-    """Full batches leave and their answers free slots while the feeder thread does not run."""
-    daemon = start_daemon(session)
-    tmem = Tmem(daemon.socket("vm1"), num_queues=1)
-    guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
-    load(guest, f"verify_every=0 {PATIENT}")
-    check_full_batches_without_feeder(guest)
 
 
 def test_a_flush_is_sent_before_a_later_put_of_its_page(
