@@ -543,7 +543,6 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
                 f"{swap_text(compared.values())} The table has loads that only read. "
                 f"{ksm_text(other)}"
             ),
-            "![Disk reads of each arm](../images/proof-rivals.svg)",
             *bullets(winners(found)),
         ]
         if less := unequal(compared):
@@ -584,7 +583,7 @@ def speed_bars(found: dict[str, Any]) -> list[plot.Bar]:
 
 
 def write_page(found: dict[str, Any], other: dict[str, Any] | None, path: Path) -> None:
-    """Writes the page and its plots."""
+    """Writes the page and its plot."""
     if speeds := speed_bars(found):
         image = plot.bars(
             "Speed with the pool / without it",
@@ -593,24 +592,6 @@ def write_page(found: dict[str, Any], other: dict[str, Any] | None, path: Path) 
             ratios=True,
         )
         plot.write(path, "proof", image)
-    groups = {
-        f"{overlap} of the files common": [
-            plot.Bar(
-                arm.what,
-                intervals.middle([one[arm.key]["disk_mib"] for one in part["repetitions"]]),
-                plot.OURS if arm.key in (POOL, COPY) else plot.RIVAL,
-            )
-            for arm in _arms(part)
-        ]
-        for overlap, part in comparisons(found).items()
-    }
-    if groups:
-        image = plot.bars(
-            "Disk reads of four guests at equal host bytes",
-            "MiB read from the disks by a load that only reads; less is better",
-            groups,
-        )
-        plot.write(path, "proof-rivals", image)
     path.write_text(page(found, other))
 
 
