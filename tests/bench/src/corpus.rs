@@ -115,23 +115,6 @@ fn read(path: &Path, pages_max: usize, mut page: impl FnMut(&Page)) -> io::Resul
     Ok(())
 }
 
-/// Returns the pages of all readable files of a directory tree, in the order of the files' names.
-///
-/// # Errors
-/// The tree has no file that can be read.
-pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
-    let (mut paths, mut pages) = (Vec::new(), Vec::new());
-    files(dir, &mut paths);
-    for path in paths {
-        // Skip files that cannot be read.
-        let _ = read(&path, usize::MAX, |page| pages.push(*page));
-    }
-    if pages.is_empty() {
-        return Err(format!("{} has no file that can be read", dir.display()));
-    }
-    Ok(pages)
-}
-
 /// Set of test pages. No two pages are equal, and no page consists of one repeated byte.
 pub struct Corpus {
     pub pages: Vec<Box<Page>>,

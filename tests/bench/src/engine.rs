@@ -9,8 +9,7 @@ use crate::measure::{Ratio, Samples};
 use crate::report::{Results, Target, progress};
 use crate::times::{self, Sized, Times};
 use crate::zram::Zram;
-use crate::{EngineArgs, Part, growth, keys, memory, threads};
-use serde_json::{Value, json};
+use crate::{EngineArgs, Part, growth, memory, threads};
 use tmem_pool::PageHash;
 
 /// Runs the benchmark of the engine and prints the results.
@@ -63,24 +62,6 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
             Ok(Ratio::exact(longest_us)),
         );
     }
-    let keys = match args.measures(Part::Keys) {
-        true => Some(keys::run(args.keys, progress)?),
-        false => None,
-    };
-    let two = match args.trees.as_slice() {
-        [a, b] if args.measures(Part::Servers) => {
-            progress("measuring two trees");
-            memory::two_servers([&corpus::tree(a)?, &corpus::tree(b)?])
-        }
-        [_, _] => Err("the option --only or --quick excludes it".into()),
-        _ => Err(
-            "the option --trees DIR DIR is missing; scripts/two-servers makes such trees".into(),
-        ),
-    };
-    if args.measures(Part::Servers) {
-        let ratio = two.clone().map(|two| Ratio::exact(two.vs_lz4()));
-        results.add("bytes_vs_lz4_two_servers", Target::AtMost(0.62), ratio);
-    }
     if args.measures(Part::Threads) {
         let scaling = threads::scaling(&pages, args.thread_rounds(), progress);
         let (time, work) = match scaling {
@@ -111,33 +92,6 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
         .iter()
         .map(|(name, had)| format!("{name} {had}"))
         .collect();
-    if args.json {
-        let mut all = results.json();
-        let ns = medians(&times, load.as_ref());
-        let ns = ns.map(|(name, ns)| (name.replace([' ', ',', ':'], "_"), json!(ns)));
-        all.insert("ns_per_page".into(), Value::Object(ns.collect()));
-        all.insert("machine".into(), machine.json());
-        if let Some(load) = &load {
-            all.insert("load".into(), load.json());
-        }
-        if let Some(keys) = &keys {
-            all.insert("keys".into(), keys::json(keys));
-        }
-        all.insert("corpus".into(), json!(classes.join(", ")));
-        all.insert("rounds".into(), json!(args.rounds()));
-        if let Ok(two) = &two {
-            let figures = json!({
-                "pages": two.pages,
-                "same_filled_pages": two.same_filled_pages,
-                "shared_pages": two.shared_pages,
-                "lz4_bytes": two.lz4_bytes,
-                "held_bytes": two.held_bytes,
-            });
-            all.insert("two_servers".into(), figures);
-        }
-        println!("{}", Value::Object(all));
-        return Ok(());
-    }
     println!(
         "{} pages of files, none same-filled and no two equal: {}. lz4 compresses them to {:.3} of \
          their size. {} of them compress, and these are timed.\n",
@@ -154,21 +108,6 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     results.print();
     if let Some(load) = &load {
         load.print();
-    }
-    if let Some(keys) = &keys {
-        keys::print(keys);
-    }
-    if let Ok(two) = &two {
-        println!(
-            "\nTwo servers have {} and {} pages, of which {} are same-filled and {} are equal to another \
-             page: lz4 compresses all pages to {} MiB, the pool takes {} MiB.",
-            two.pages[0],
-            two.pages[1],
-            two.same_filled_pages,
-            two.shared_pages,
-            two.lz4_bytes >> 20,
-            two.held_bytes >> 20
-        );
     }
     Ok(())
 }

@@ -12,12 +12,10 @@
 //! the same number of pages, except that `full_pool` stores more. The pages are real pages of
 //! files. The benchmark makes each page unique, so that the engine deduplicates no page.
 
-use crate::counters::{self, Counters};
 use crate::machine::Machine;
 use crate::measure::{Ratio, Samples, cpu_ns, quantile};
 use crate::report::{Results, Target};
 use crate::rig::{BATCH, Guest, RAW_PAGES, Rig, guest_of};
-use serde_json::{Map, Value, json};
 use std::time::Instant;
 use tmem_pool::{PAGE_SIZE, Page};
 
@@ -125,7 +123,6 @@ struct Case {
     /// work evicts all other pages. Counted in the case `full_pool` only.
     evicted_by_puts: u64,
     pages: u64,
-    counts: [u64; counters::NR],
 }
 
 /// Pages of files. The benchmark writes a stamp (a new number) into each page before it puts the
@@ -156,10 +153,9 @@ impl Source {
     }
 }
 
-/// Results of the load benchmark: each compared case, and the event counters.
+/// Results of the load benchmark.
 pub struct Load {
     cases: Vec<(&'static str, Case)>,
-    counters: Counters,
     tables_bytes: u64,
 }
 
@@ -176,7 +172,6 @@ impl Case {
             refused: 0,
             evicted_by_puts: 0,
             pages: 0,
-            counts: Default::default(),
         }
     }
 
@@ -269,14 +264,13 @@ impl Case {
         }
     }
 
-    /// Puts the pages of a round, does the background work, and records times and counted events.
-    fn store(&mut self, pages: &[&Page], counters: &Counters) {
+    /// Puts the pages of a round, does the background work, and records times.
+    fn store(&mut self, pages: &[&Page]) {
         let mut calls = Vec::with_capacity(self.round.len());
         let mut stored = 0;
         let bursts = matches!(self.choice, Choice::Bursts { .. });
         let evicted = || self.rig.engine.stats().evictions;
         let evicted_before = evicted();
-        let before = counters.read();
         let since = cpu_ns();
         for (batch, pages) in self.round.iter().zip(pages.chunks(BATCH)) {
             let begun = Instant::now();
@@ -290,10 +284,6 @@ impl Case {
             self.rig.maintain_all();
         }
         let spent_ns = cpu_ns() - since;
-        let after = counters.read();
-        for (sum, (after, before)) in self.counts.iter_mut().zip(after.into_iter().zip(before)) {
-            *sum += after - before;
-        }
         // Divide the time by the number of stored pages only. A refused page takes almost no time,
         // so counting it would make the time per page too short.
         self.put.push(spent_ns / stored.max(1) as f64);
@@ -428,7 +418,6 @@ pub fn run<'a>(
     );
     let mut load = Load {
         cases,
-        counters: Counters::open(),
         tables_bytes: 0,
     };
     for (name, case) in &mut load.cases {
@@ -465,7 +454,7 @@ pub fn run<'a>(
             // caches as the previous case left them.
             let (_, case) = &mut load.cases[(nth + round) % nr];
             let pages = case.choice.batches() * BATCH;
-            case.store(&source.take(&mut rng, pages), &load.counters);
+            case.store(&source.take(&mut rng, pages));
         }
     }
     Ok(load)
@@ -557,48 +546,11 @@ impl Load {
         all
     }
 
-    /// Returns the figures that are not ratios, as JSON: the size of the large tables, and the
-    /// counted events per page. For an event that is not counted, the JSON gives the reason.
-    pub fn json(&self) -> Value {
-        let mut all = Map::new();
-        all.insert("large_tables_bytes".into(), json!(self.tables_bytes));
-        for (nr, (event, reason)) in self.counters.names().enumerate() {
-            let counted = match reason {
-                Some(reason) => json!(format!("not counted: {reason}")),
-                None => {
-                    let per_page = |case: &Case| case.counts[nr] as f64 / case.pages as f64;
-                    let cases = self.cases.iter();
-                    Value::Object(
-                        cases
-                            .map(|(name, case)| ((*name).into(), json!(per_page(case))))
-                            .collect(),
-                    )
-                }
-            };
-            all.insert(format!("{event}_per_page"), counted);
-        }
-        Value::Object(all)
-    }
-
-    /// Prints the figures that are not ratios: the size of the large tables, and the counted events
-    /// per page.
+    /// Prints the size of the large tables.
     pub fn print(&self) {
         println!(
             "\nMetadata of the large pool: {} MiB.",
             self.tables_bytes >> 20
         );
-        for (nr, (event, reason)) in self.counters.names().enumerate() {
-            if let Some(reason) = reason {
-                println!("{event}: not counted on this machine: {reason}");
-                continue;
-            }
-            let cases = self.cases.iter().map(|(name, case)| {
-                format!("{name} {:.2}", case.counts[nr] as f64 / case.pages as f64)
-            });
-            println!(
-                "{event} for each page: {}",
-                cases.collect::<Vec<_>>().join(", ")
-            );
-        }
     }
 }

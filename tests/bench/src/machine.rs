@@ -4,7 +4,6 @@
 //! Ratios of times depend on the caches and on the speed of memory. So figures of two machines can
 //! be compared only if the machines are known.
 
-use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use tmem_pool::PAGE_SIZE;
@@ -102,19 +101,6 @@ impl Machine {
             .map(|Cache { name, bytes }| format!(", {name} {} KiB", bytes >> 10));
         let caches: String = caches.collect();
         format!("{}, {} processors{caches}", self.processor, self.processors)
-    }
-
-    /// Returns the description of the machine as JSON.
-    pub fn json(&self) -> Value {
-        let caches = self
-            .caches
-            .iter()
-            .map(|Cache { name, bytes }| (name.clone(), json!(bytes)));
-        json!({
-            "processor": self.processor,
-            "processors": self.processors,
-            "cache_bytes": Value::Object(caches.collect()),
-        })
     }
 }
 

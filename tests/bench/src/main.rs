@@ -7,10 +7,8 @@
 
 mod bare;
 mod corpus;
-mod counters;
 mod engine;
 mod growth;
-mod keys;
 mod load;
 mod machine;
 mod measure;
@@ -64,8 +62,6 @@ enum Part {
     Times,
     /// Memory that the pool takes for each page.
     Memory,
-    /// Memory that the pool takes for the files of two related servers, which --trees names.
-    Servers,
     /// Gain in the speed of background work from a second thread, and time of a sweep.
     Threads,
     /// Time for each page in a full pool, with 256 tenants, with keys in random order, with tables
@@ -73,9 +69,6 @@ enum Part {
     Load,
     /// Longest put while a tenant gets millions of objects of one page.
     Growth,
-    /// Times, pauses and memory with 100 million keys. Only --only selects this part: it takes
-    /// several minutes and 4 GiB of memory.
-    Keys,
 }
 
 /// Options of the benchmark of the storage engine.
@@ -84,9 +77,6 @@ struct EngineArgs {
     /// Take the test pages from the files of this directory, instead of files of the whole machine.
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
-    /// Two directories with similar files, as two servers with the same system have them.
-    #[arg(long, num_args = 2, value_name = "DIR")]
-    trees: Vec<PathBuf>,
     /// Number of test pages, 98,304 by default. Together they should not fit into the processor's
     /// caches.
     #[arg(long, value_name = "NUMBER")]
@@ -95,29 +85,20 @@ struct EngineArgs {
     #[arg(long, value_name = "NUMBER")]
     rounds: Option<usize>,
     /// Measure for less than a minute: half of the pages, 16 rounds, fewer replacements of pages,
-    /// smaller tables, no comparison of two servers.
+    /// smaller tables.
     #[arg(long)]
     quick: bool,
     /// Measure this part only. The report shows the figures of the other parts as not measured.
     #[arg(long, value_name = "PART")]
     only: Option<Part>,
-    /// Number of keys for `--only keys`.
-    #[arg(long, default_value_t = 100_000_000, value_name = "NUMBER")]
-    keys: u64,
     /// Seed of the random choice of files and pages, and of their order.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// Print the result as JSON on standard output.
-    #[arg(long)]
-    json: bool,
 }
 
 impl EngineArgs {
     fn measures(&self, part: Part) -> bool {
-        match self.only {
-            Some(only) => only == part,
-            None => part != Part::Keys && !(self.quick && part == Part::Servers),
-        }
+        self.only.is_none_or(|only| only == part)
     }
 
     fn pages(&self) -> usize {

@@ -2,9 +2,8 @@
 //! Memory that a page takes in the pool. The benchmark counts this memory and measures no time.
 
 use crate::bare;
-use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig, guest};
-use std::collections::HashMap;
-use tmem_pool::{EngineStats, PAGE_SIZE, Page, PageHash, Time};
+use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig};
+use tmem_pool::{EngineStats, PAGE_SIZE, Page, Time};
 
 /// Number of blobs (stored pages) in the pool at any time while [`churn`] replaces pages.
 const CHURN_BLOBS: usize = 65_536;
@@ -67,65 +66,6 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
         vs_lz4_warm: warm.held_bytes as f64 / lz4 as f64,
         vs_lz4: cold.held_bytes as f64 / lz4 as f64,
         metadata_bytes_per_page: cold.metadata_bytes as f64 / cold.pages as f64,
-    })
-}
-
-/// Memory of the pages of two directory trees in one trust domain, when all pages are cold.
-#[derive(Clone)]
-pub struct TwoServers {
-    /// Number of pages of each tree.
-    pub pages: [usize; 2],
-    pub same_filled_pages: u64,
-    /// Number of pages that share their stored contents with an equal page of either tree.
-    pub shared_pages: u64,
-    /// Bytes of the pages of both trees after bare lz4, without deduplication.
-    pub lz4_bytes: usize,
-    /// Memory of the whole pool in bytes, including metadata.
-    pub held_bytes: u64,
-}
-
-impl TwoServers {
-    pub fn vs_lz4(&self) -> f64 {
-        self.held_bytes as f64 / self.lz4_bytes as f64
-    }
-}
-
-/// Puts the pages of two directory trees, those of each tree from a VM of its own. Returns the
-/// memory that they take.
-///
-/// # Errors
-/// The system does not provide the address space for the pool.
-pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
-    let pages: usize = trees.iter().map(|tree| tree.len()).sum();
-    let rig = Rig::new(2 * (pages * PAGE_SIZE) as u64 + (64 << 20))?;
-    let other = guest(&rig.engine, "bench-2")?;
-    fill(&rig, 1, trees[0].iter());
-    for (nth, part) in trees[1].chunks(BATCH).enumerate() {
-        other.put(1, nth * BATCH, part.iter());
-        if nth.is_multiple_of(RAW_PAGES / BATCH / 2) {
-            rig.maintain_all();
-        }
-    }
-    rig.maintain_all();
-    cool(&rig);
-    // Compress each content once, because many pages have equal contents.
-    let (mut known, hash) = (HashMap::new(), PageHash::new(42));
-    let lz4_bytes = trees
-        .into_iter()
-        .flatten()
-        .map(|page| {
-            *known
-                .entry(hash.of(page))
-                .or_insert_with(|| bare::lz4_bytes(page))
-        })
-        .sum();
-    let stats = rig.engine.stats();
-    Ok(TwoServers {
-        pages: trees.map(<[Page]>::len),
-        same_filled_pages: stats.same_filled_pages,
-        shared_pages: stats.shared_pages,
-        lz4_bytes,
-        held_bytes: stats.held_bytes,
     })
 }
 

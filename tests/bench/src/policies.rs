@@ -20,7 +20,6 @@ pub use {loads::guest, requests::without_hints};
 use crate::report::progress;
 use loads::Load;
 use optimum::Optimum;
-use serde_json::{Value, json};
 use shared::{SharedLoad, SharedRow};
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
@@ -76,9 +75,6 @@ pub struct Args {
     /// Ignore the hint of guests that a page was used again after it was read.
     #[arg(long)]
     no_hints: bool,
-    /// Print the result as JSON on standard output.
-    #[arg(long)]
-    json: bool,
 }
 
 /// A size of the pool, as the command line gives it.
@@ -135,10 +131,6 @@ struct AtSize {
 struct Row {
     name: String,
     recorded: bool,
-    /// Mean number of gets over all seeds.
-    gets: u64,
-    /// Mean share of gets that are hits in a pool which never evicts.
-    ratio_max: f64,
     sizes: Vec<AtSize>,
 }
 
@@ -177,7 +169,6 @@ fn row(
     events: impl Fn(u64) -> Vec<Event>,
     args: &Args,
 ) -> Result<Row, String> {
-    let (mut nr_gets, mut ratio_max) = (0, 0.0);
     let sizes = args.sizes();
     let mut seen: Vec<Vec<(u64, Ratios)>> = vec![Vec::new(); sizes.len()];
     for seed in 1..=args.seeds {
@@ -186,9 +177,7 @@ fn row(
             events = requests::without_hints(events);
         }
         let optimum = Optimum::new(&events);
-        let (need_bytes, hits) = optimum.need();
-        nr_gets += gets(&events);
-        ratio_max += hits as f64 / gets(&events).max(1) as f64;
+        let need_bytes = optimum.need().0;
         progress(&format!("{name}: seed {seed} of {}", args.seeds));
         for (size, seen) in sizes.iter().zip(&mut seen) {
             let size_bytes = size.bytes(need_bytes);
@@ -210,8 +199,6 @@ fn row(
     Ok(Row {
         name: name.into(),
         recorded,
-        gets: nr_gets / args.seeds,
-        ratio_max: ratio_max / args.seeds as f64,
         sizes: sizes.iter().zip(seen).map(at_size).collect(),
     })
 }
@@ -295,50 +282,6 @@ fn print(rows: &[Row], summary: &Summary) {
     );
 }
 
-fn json(rows: &[Row], shared: &[SharedRow], summary: &Summary, args: &Args) -> Value {
-    let by_policy = |ratios: &[f64]| {
-        let entries = POLICIES.iter().zip(ratios);
-        Value::Object(
-            entries
-                .map(|(name, ratio)| (name.to_string(), json!(ratio)))
-                .collect(),
-        )
-    };
-    let at_size = |at: &AtSize| {
-        json!({
-            "percent": at.size.percent(),
-            "size_bytes": at.size_bytes,
-            "hit_ratio": by_policy(&at.ratios),
-            "spread": at.spread,
-        })
-    };
-    let row = |row: &Row| {
-        json!({
-            "load": row.name,
-            "recorded": row.recorded,
-            "gets": row.gets,
-            "hit_ratio_max": row.ratio_max,
-            "sizes": row.sizes.iter().map(at_size).collect::<Vec<_>>(),
-        })
-    };
-    let shared_row = |row: &SharedRow| {
-        let sizes = row
-            .sizes
-            .iter()
-            .map(|(percent, ratios)| json!({ "percent": percent, "hit_ratio": by_policy(ratios) }));
-        json!({ "load": row.load.name(), "sizes": sizes.collect::<Vec<_>>() })
-    };
-    json!({
-        "seeds": args.seeds,
-        "hints": !args.no_hints,
-        "loads": rows.iter().map(row).collect::<Vec<_>>(),
-        "shared_loads": shared.iter().map(shared_row).collect::<Vec<_>>(),
-        "mean": by_policy(&summary.mean),
-        "loss_max": by_policy(&summary.loss_max[..OPTIMUM]),
-        "spread_max": summary.spread_max,
-    })
-}
-
 /// Returns the name of a trace's file without its extensions.
 fn trace_name(path: &Path) -> String {
     let name = path.file_name().unwrap_or(path.as_os_str());
@@ -370,12 +313,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let shared = shared.collect::<Result<Vec<_>, _>>()?;
     progress("");
     let summary = summary(&rows);
-    if args.json {
-        let text = serde_json::to_string_pretty(&json(&rows, &shared, &summary, args));
-        println!("{}", text.expect("the results cannot be written as JSON"));
-    } else {
-        print(&rows, &summary);
-        print_shared(&shared);
-    }
+    print(&rows, &summary);
+    print_shared(&shared);
     Ok(())
 }

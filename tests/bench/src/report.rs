@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Report of measured ratios with their targets, as text and as JSON.
+//! Report of measured ratios with their targets.
 
 use crate::measure::Ratio;
-use serde_json::{Map, Value, json};
 use std::io::{IsTerminal, Write};
 
 /// Target of a ratio: an upper bound that it should not exceed, or a lower bound that it should
@@ -67,27 +66,6 @@ impl Results {
                 Err(reason) => println!("{key:34}         –   not measured: {reason}"),
             }
         }
-    }
-
-    /// Returns the ratios as JSON, by name, with their confidence intervals. For a ratio that was
-    /// not measured, the JSON gives the reason.
-    pub fn json(&self) -> Map<String, Value> {
-        let (mut all, mut intervals, mut skipped) = (Map::new(), Map::new(), Map::new());
-        for (key, _, ratio) in &self.0 {
-            match ratio {
-                Ok(Ratio { value, low, high }) => {
-                    all.insert((*key).into(), json!(value));
-                    intervals.insert((*key).into(), json!([low, high]));
-                }
-                Err(reason) => {
-                    all.insert((*key).into(), Value::Null);
-                    skipped.insert((*key).into(), json!(reason));
-                }
-            }
-        }
-        all.insert("intervals".into(), intervals.into());
-        all.insert("not_measured".into(), skipped.into());
-        all
     }
 }
 

@@ -23,7 +23,6 @@ use crate::measure::{Ratio, cpu_ns};
 use crate::path::guest::{BATCH, Guest, Run};
 use crate::path::host::{BenchDaemon, Path, pin};
 use crate::report::progress;
-use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -127,9 +126,6 @@ pub struct Args {
     /// that the other VM has, and the order of puts.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// Print the result as JSON on standard output.
-    #[arg(long)]
-    json: bool,
 }
 
 /// Operation that the benchmark times.
@@ -721,10 +717,7 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
 /// undecided.
 pub fn run(args: &Args) -> Result<(), String> {
     let (times, outcome) = decide(|nth| measure(args, args.seed + nth as u64))?;
-    match args.json {
-        true => println!("{}", json(&times, &outcome)),
-        false => print(&times, &outcome),
-    }
+    print(&times, &outcome);
     match outcome {
         Outcome::Different(what) => Err(format!(
             "{what}: a guest can find out by timing its requests which pages a VM of another trust domain has"
@@ -742,18 +735,6 @@ fn text(outcome: &Outcome) -> String {
         Outcome::Different(what) => format!("different: {what}"),
         Outcome::Undecided(why) => format!("undecided: {why}"),
     }
-}
-
-fn json(times: &Times, outcome: &Outcome) -> serde_json::Value {
-    let figures = times.ratios.keys().map(|key| {
-        let Ratio { value, low, high } = times.ratio(*key);
-        json!({
-            "held_by": format!("{:?}", key.0).to_lowercase(), "what": key.1.name(),
-            "ratio": value, "interval": [low, high], "ns_per_page": median(times.ns[key].clone()),
-        })
-    });
-    let figures: Vec<_> = figures.collect();
-    json!({ "bound": times.bound, "outcome": text(outcome), "figures": figures })
 }
 
 fn print(times: &Times, outcome: &Outcome) {
@@ -865,7 +846,6 @@ mod tests {
                 event_loop: EventLoop::default(),
                 full_pool,
                 seed: 1,
-                json: false,
             };
             let (times, outcome) = decide(|nth| measure(&args, args.seed + nth as u64))
                 .expect("the measurement failed");

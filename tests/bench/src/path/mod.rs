@@ -20,7 +20,6 @@ use crate::zram::Zram;
 use guest::{BATCH, Guest, Run, WINDOW};
 use host::{BenchDaemon, Path, pin, switches, threads};
 use neighbour::Waits;
-use serde_json::{Map, Value, json};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tmem_pool::{PAGE_SIZE, Page, PageHash};
@@ -74,9 +73,6 @@ pub struct Args {
     /// Seed of the random choice of files and pages, and of their order.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// Print the result as JSON on standard output.
-    #[arg(long)]
-    json: bool,
 }
 
 /// Times of all measured operations in nanoseconds per page. `singles` has the times of gets of
@@ -127,7 +123,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let waits = neighbour::measure(args.event_loop)?;
     progress("");
     let results = results(&times, &idle, &zram.map(drop));
-    print(args, &pages, &times, &waits, &results);
+    print(&pages, &times, &waits, &results);
     Ok(())
 }
 
@@ -465,11 +461,6 @@ fn wait_percentiles(times: &[f64]) -> [f64; 4] {
     [0.5, 0.99, 0.999, 1.0].map(|part| percentile(times, part))
 }
 
-fn wait_json(times: &[f64]) -> Value {
-    let [p50, p99, p999, max] = wait_percentiles(times);
-    json!({"gets": times.len(), "p50": p50, "p99": p99, "p99.9": p999, "max": max})
-}
-
 fn results(times: &Times, idle: &Idle, zram: &Result<(), String>) -> Results {
     let mut results = Results::default();
     let mut add = |key, target, ratio| results.add(key, target, ratio);
@@ -506,7 +497,7 @@ fn results(times: &Times, idle: &Idle, zram: &Result<(), String>) -> Results {
     results
 }
 
-fn print(args: &Args, pages: &[Sized], times: &Times, waits: &[Waits], results: &Results) {
+fn print(pages: &[Sized], times: &Times, waits: &[Waits], results: &Results) {
     let rows: Vec<(&str, &Samples)> = [
         ("path: put", &times.path[PUT]),
         ("path: get", &times.path[GET]),
@@ -525,28 +516,6 @@ fn print(args: &Args, pages: &[Sized], times: &Times, waits: &[Waits], results: 
     let singles = times.singles.iter().filter(|(_, times)| !times.is_empty());
     let singles =
         singles.map(|(name, times)| (*name, percentile(times, 0.5), percentile(times, 0.99)));
-    if args.json {
-        let mut all = results.json();
-        let ns = rows.iter().map(|(name, samples)| {
-            let key = name.replace([':', ','], "").replace(' ', "_");
-            (key, json!(samples.median()))
-        });
-        all.insert("ns_per_page".into(), Value::Object(ns.collect()));
-        let mut us = Map::new();
-        for (name, p50, p99) in singles {
-            us.insert(name.into(), json!({"p50": p50, "p99": p99}));
-        }
-        all.insert("single_get_us".into(), us.into());
-        let beside = waits.iter().map(|waits| {
-            let arms =
-                json!({ "alone": wait_json(&waits.alone), "beside": wait_json(&waits.beside) });
-            (waits.key.into(), arms)
-        });
-        all.insert("neighbour_get_us".into(), Value::Object(beside.collect()));
-        all.insert("rounds".into(), json!(args.rounds));
-        println!("{}", Value::Object(all));
-        return;
-    }
     println!(
         "{} pages of files, {BATCH} a batch, {WINDOW} batches in flight; one worker and the engine on processor \
          {SERVER}, the guest on {CLIENT}.\n",

@@ -54,7 +54,6 @@ const ROUNDS: usize = 12;
 pub struct Waits {
     /// Name of the attack for the report.
     pub name: &'static str,
-    pub key: &'static str,
     /// Times without the attack.
     pub alone: Vec<f64>,
     /// Times during the attack.
@@ -93,18 +92,6 @@ impl Attack {
             Attack::PutNoise => "PUT, 16 chains of 64 incompressible pages",
             Attack::Descriptors => "GET, chains of 1,000 descriptors",
             Attack::Pools => "POOL_CREATE and POOL_DESTROY",
-        }
-    }
-
-    fn key(self) -> &'static str {
-        match self {
-            Attack::FlushRanges => "flush_ranges",
-            Attack::FlushEmptyRanges => "flush_empty_ranges",
-            Attack::FlushObjects => "flush_objects",
-            Attack::GetDense => "get_dense",
-            Attack::PutNoise => "put_noise",
-            Attack::Descriptors => "descriptors",
-            Attack::Pools => "pools",
         }
     }
 
@@ -538,7 +525,6 @@ pub fn measure(event_loop: EventLoop) -> Result<Vec<Waits>, String> {
         let [alone, beside] = times;
         all.push(Waits {
             name: attack.name(),
-            key: attack.key(),
             alone,
             beside,
         });
