@@ -167,9 +167,12 @@ def test_systemctl_start_returns_when_the_daemon_accepts_connections(
     assert host.show(UNIT, "ActiveState") == "active"
     # systemd reports that the unit's watchdog is active.
     assert host.show(UNIT, "WatchdogUSec") == f"{WATCHDOG_SECONDS:.0f}s"
+    # With another signal, a hung daemon could continue and write to guest memory.
+    assert host.show(UNIT, "WatchdogSignal") == str(int(signal.SIGKILL))
     # The daemon's control group is beside machine.slice, which has the VMs.
     assert host.show(UNIT, "ControlGroup") == f"/{UNIT}"
     assert host.show(UNIT, "CPUWeight") == "1000"
+    assert host.show(UNIT, "LimitMEMLOCK") == "infinity"
     assert int(host.show(UNIT, "WatchdogTimestampMonotonic")) > 0
 
 
@@ -344,18 +347,6 @@ def test_systemd_does_not_restart_the_daemon_again_and_again(host: Systemd, daem
     host.expect("systemctl", "start", UNIT)
 
 
-def test_reload_changes_the_pool_size(host: Systemd, daemon: Daemon) -> None:
-    old, path = main_pid(host), host.path(CONFIG)
-    text = path.read_text()
-    path.write_text(text.replace("64MiB", "48MiB"))
-    host.expect("systemctl", "reload", UNIT)
-    until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its new size")
-    path.write_text(text)
-    host.expect("systemctl", "reload", UNIT)
-    until(lambda: daemon.stats()["pool"]["size_bytes"] == 64 << 20, 10, "the pool has its new size")
-    assert main_pid(host) == old
-
-
 def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daemon) -> None:
     """Sockets get the groups and users that the configuration names.
 
@@ -394,25 +385,11 @@ def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daem
         host.expect("systemctl", "restart", UNIT)
 
 
-def test_vms_added_at_run_time_are_served_after_an_upgrade(host: Systemd, daemon: Daemon) -> None:
-    """After an upgrade of the program and `systemctl restart`, added VMs are still served."""
-    daemon.call("AddVm", vm=VM)
-    socket = host.path(f"{RUN}/added.sock")
-    assert socket.is_socket()
-    old = main_pid(host)
-    program = host.path("/usr/sbin/tmemd")
-    new = program.with_name("tmemd.new")
-    shutil.copy(program, new)
-    inode = new.stat().st_ino
-    new.rename(program)
-    host.expect("systemctl", "restart", UNIT)
-    pid = main_pid(host)
-    assert pid != old
-    assert int(host.expect("stat", "-L", "--format=%i", f"/proc/{pid}/exe")) == inode
-    assert socket.is_socket()
-    (vm,) = daemon.list()["vms"]
-    assert vm["name"] == VM["name"] and vm["quota"]["reserve_bytes"] == 4 << 20
-    daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
+def test_delay_of_restarts_grows_where_systemd_supports_it() -> None:
+    """systemd before 254 ignores these keys, so no test with Debian 12's systemd covers them."""
+    unit = (SOURCES / UNIT).read_text()
+    longest = re.search(r"^RestartSteps=[1-9]\d*\nRestartMaxDelaySec=(\d+)s$", unit, re.MULTILINE)
+    assert longest and f"up to {longest[1]} s" in (ROOT / "docs/operating.md").read_text()
 
 
 def test_systemd_does_not_restart_a_daemon_that_it_stopped(host: Systemd, daemon: Daemon) -> None:
