@@ -252,21 +252,16 @@ class Vm:
 
     # Life cycle of the machine
 
-    def reset(self) -> Guest:
-        """Resets the machine and waits until the guest is up again."""
-        before = self.guest.boot_id
-        mark = self.qmp.events_seen()
-        self.qmp.execute("system_reset")
-        self.qmp.wait_event("RESET", 20, mark)
-        return self._booted_again(before)
-
     def reboot(self) -> Guest:
         """Makes the guest reboot itself, and waits until it is up again."""
         before = self.guest.boot_id
         mark = self.qmp.events_seen()
         self.guest.start("reboot -f")
         self.qmp.wait_event("RESET", 30, mark)
-        return self._booted_again(before)
+        guest = self.connect()
+        if guest.boot_id == before:
+            raise HarnessError(f"{self.name}: the guest did not boot again after the reset")
+        return guest
 
     def suspend(self) -> Guest:
         """Suspends the guest to RAM, wakes it up and connects to its agent again.
@@ -288,12 +283,6 @@ class Vm:
 
         until(has_resumed, BOOT_SECONDS, f"{self.name}: the guest has resumed")
         return self.connect()
-
-    def _booted_again(self, before: str) -> Guest:
-        guest = self.connect()
-        if guest.boot_id == before:
-            raise HarnessError(f"{self.name}: the guest did not boot again after the reset")
-        return guest
 
     def pause(self) -> None:
         """Runs QMP's stop: vCPUs and devices pause."""

@@ -68,17 +68,6 @@ impl FakeGuest {
             .map(|&(a, n)| (a, n, false))
             .chain(placed.writable.iter().map(|&(a, n)| (a, n, true)))
             .collect();
-        self.add_cut(queue, request, generation, (slot, placed), &stretches)
-    }
-
-    fn add_cut(
-        &mut self,
-        queue: usize,
-        request: Request,
-        generation: u64,
-        (slot, placed): (usize, Placed),
-        stretches: &[(u64, usize, bool)],
-    ) -> Option<u64> {
         let token = self.token_next;
         let how = match self.config.cut {
             // Use another seed for each request, so that chains are divided at different places.
@@ -88,7 +77,7 @@ impl FakeGuest {
             },
             other => other,
         };
-        let buffers = cut(stretches, how);
+        let buffers = cut(&stretches, how);
         let indirect = self.features & F_INDIRECT_DESC != 0 && buffers.len() <= INDIRECT_MAX;
         let table = indirect.then_some(placed.table);
         if let Err(RingFull) = self.queues[queue].ring.add(&buffers, table, token) {
@@ -105,26 +94,6 @@ impl FakeGuest {
         };
         self.pending.insert(token, pending);
         Some(token)
-    }
-
-    /// Adds a PUT whose page data is already in the guest's memory, at the addresses `pages`, so
-    /// that nothing is copied to a slot. Ignores the page contents in `request`. Returns None if
-    /// the ring is full or no slot is free.
-    pub fn add_put_of(
-        &mut self,
-        queue: usize,
-        request: Request,
-        generation: u64,
-        pages: &[u64],
-    ) -> Option<u64> {
-        let mut encoded = request.encode(generation);
-        encoded.data.clear();
-        let (slot, placed) = self.place(&encoded)?;
-        let readable = placed.readable.iter().take(1).map(|&(a, n)| (a, n, false));
-        let pages = pages.iter().map(|&address| (address, PAGE, false));
-        let writable = placed.writable.iter().map(|&(a, n)| (a, n, true));
-        let stretches: Vec<_> = readable.chain(pages).chain(writable).collect();
-        self.add_cut(queue, request, generation, (slot, placed), &stretches)
     }
 
     /// Adds a chain whose descriptors the caller wrote, for a request that [`Self::place`] wrote to
