@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Micro-benchmarks for the programs in tests/bench. Writing the path of a file to the parameter
- * test_bench runs them. The pages of the file must be in the page cache. Reading the parameter
- * returns the medians.
+ * Micro-benchmarks for the programs in tests/bench. Writing to the parameter test_bench runs them.
+ * Reading the parameter returns the medians.
  *
  * The clock is the TSC. It measures time on hardware and under plain emulation; under QEMU's
- * -icount it counts the instructions that the guest executed. Operations that are compared run
- * alternately, with interrupts off.
+ * -icount it counts the instructions that the guest executed. Interrupts are off meanwhile.
  */
 #include <linux/delay.h>
 #include <linux/err.h>
-#include <linux/fs.h>
 #include <linux/mm.h>
 #include <linux/moduleparam.h>
 #include <linux/mutex.h>
-#include <linux/pagemap.h>
 #include <linux/prandom.h>
 #include <linux/slab.h>
 #include <linux/sort.h>
@@ -26,11 +22,6 @@
 
 /* Number of samples of each kind, of which the median is reported. */
 #define BENCH_SAMPLES		1024
-/*
- * Number of look-ups in a sample. They take much longer than the two readings of the clock, and
- * much less time than a timer tick.
- */
-#define BENCH_LOOKUPS		64
 /* Number of puts in a sample: a quarter of a full batch. */
 #define BENCH_PUTS		16
 /*
@@ -45,23 +36,13 @@
  * yet.
  */
 #define BENCH_RETRIES		10000
-/*
- * Objects of the index: one of which the host holds pages, one of which it holds none, and the one
- * of the puts of cold pages.
- */
+/* Objects of the index, for puts of hot and of cold pages. */
 #define BENCH_OBJECT		12
-#define BENCH_OBJECT_NONE	13
 #define BENCH_OBJECT_COLD	14
-/* Every second page below this number is held. Look-ups of BENCH_MISS_FAR start at this number. */
+/* Number of pages of the hot puts: every second page below this number. */
 #define BENCH_HELD_END		4096
 
 enum bench_kind {
-	BENCH_EMPTY,		/* empty operation: the cost of the loop and the clock */
-	/* look-up in the page cache (xa_load()), the reference for a miss */
-	BENCH_XA_LOAD,
-	BENCH_MISS_OBJECT,	/* look-up in the index; no page of the object is held */
-	BENCH_MISS_FAR,		/* pages of the object are held, but none near the page */
-	BENCH_MISS_NEAR,	/* pages of the object next to the page are held */
 	BENCH_COPY,		/* copy_page() */
 	BENCH_COPY_CHECK,	/* copy of a put, which computes the content check */
 	BENCH_PUT,
@@ -72,30 +53,20 @@ enum bench_kind {
 };
 
 static const char *const bench_name[NR_BENCH] = {
-	"empty", "xa_load", "miss_object", "miss_far", "miss_near", "copy", "copy_check", "put",
-	"put_cold", "put_off",
-};
-
-/* Number of operations in one sample of each kind. */
-static const unsigned int bench_operations[NR_BENCH] = {
-	BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, 1, 1, 1, 1, 1,
+	"copy", "copy_check", "put", "put_cold", "put_off",
 };
 
 static DEFINE_MUTEX(bench_lock);
-static u64 bench_median[NR_BENCH], bench_max[NR_BENCH];
+static u64 bench_median[NR_BENCH];
 
 struct bench {
-	struct address_space *mapping;
-	unsigned long nr_pages;
 	struct tmem_key key;
 	struct page *from, *to;
 	struct page *cold[BENCH_COLD_PAGES];
 	u64 cold_check[BENCH_COLD_PAGES];
 	struct rnd_state rnd;
-	pgoff_t index[BENCH_LOOKUPS];
 	u64 next_put;
 	u64 *sample[NR_BENCH];
-	u64 found;
 	u64 check;
 	unsigned long left;
 };
@@ -108,43 +79,6 @@ static u64 bench_ticks(void)
 #else
 	return get_cycles();
 #endif
-}
-
-static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned int at)
-{
-	struct tmem_key key = bench->key;
-	unsigned long held[1], flags;
-	u64 begin, found = 0;
-	unsigned int i;
-
-	for (i = 0; i < BENCH_LOOKUPS; i++) {
-		u32 random = prandom_u32_state(&bench->rnd);
-
-		bench->index[i] = kind == BENCH_XA_LOAD ? random % bench->nr_pages :
-				  kind == BENCH_MISS_NEAR ? random % BENCH_HELD_END | 1 :
-				  BENCH_HELD_END + random % BENCH_HELD_END;
-	}
-	if (kind == BENCH_MISS_OBJECT)
-		key.object = BENCH_OBJECT_NONE;
-	local_irq_save(flags);
-	begin = bench_ticks();
-	switch (kind) {
-	case BENCH_XA_LOAD:
-		for (i = 0; i < BENCH_LOOKUPS; i++)
-			found += !!xa_load(&bench->mapping->i_pages, bench->index[i]);
-		break;
-	case BENCH_EMPTY:
-		for (i = 0; i < BENCH_LOOKUPS; i++)
-			found += READ_ONCE(bench->index[i]) == ULONG_MAX;
-		break;
-	default:
-		for (i = 0; i < BENCH_LOOKUPS; i++)
-			found += tmem_held(&key, bench->index[i], 1, held);
-	}
-	bench->sample[kind][at] = bench_ticks() - begin;
-	local_irq_restore(flags);
-	/* Count look-ups with the wrong outcome. A result with any of them is invalid. */
-	bench->found += kind == BENCH_XA_LOAD ? BENCH_LOOKUPS - found : found;
 }
 
 static int bench_puts(struct bench *bench, unsigned int at)
@@ -264,14 +198,6 @@ static int bench_measure(struct bench *bench)
 		if (err)
 			return err;
 	}
-	bench->found = 0;
-	for (i = 0; i < BENCH_SAMPLES; i++) {
-		for (kind = BENCH_EMPTY; kind <= BENCH_MISS_NEAR; kind++)
-			bench_lookups(bench, kind, i);
-		cond_resched();
-	}
-	if (bench->found)
-		return -EBUSY;
 	for (i = 0; i < BENCH_SAMPLES; i++) {
 		err = bench_cold(bench, i);
 		if (err)
@@ -281,15 +207,13 @@ static int bench_measure(struct bench *bench)
 	for (kind = 0; kind < NR_BENCH; kind++) {
 		sort(bench->sample[kind], BENCH_SAMPLES, sizeof(u64), bench_compare, NULL);
 		bench_median[kind] = bench->sample[kind][BENCH_SAMPLES / 2];
-		bench_max[kind] = bench->sample[kind][BENCH_SAMPLES - 1];
 	}
 	return 0;
 }
 
-static int bench_run(const char *path)
+static int bench_run(void)
 {
 	struct bench *bench = kzalloc(sizeof(*bench), GFP_KERNEL);
-	struct file *file = NULL;
 	int err = -ENOMEM;
 	unsigned int i;
 
@@ -310,13 +234,6 @@ static int bench_run(const char *path)
 	}
 	if (!bench->from || !bench->to || IS_ERR_OR_NULL(bench->key.pool))
 		goto out;
-	file = filp_open(path, O_RDONLY, 0);
-	if (IS_ERR(file)) {
-		err = PTR_ERR(file);
-		goto out;
-	}
-	bench->mapping = file->f_mapping;
-	bench->nr_pages = i_size_read(bench->mapping->host) >> PAGE_SHIFT;
 	/* Use a fixed seed, because no result depends on the random numbers. */
 	prandom_seed_state(&bench->rnd, BENCH_OBJECT);
 	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
@@ -325,8 +242,7 @@ static int bench_run(const char *path)
 		bench->cold_check[i] = tmem_check64_page(&tmem_keys, page_address(bench->cold[i]));
 		bench_record(bench, i);
 	}
-	err = bench->nr_pages ? bench_measure(bench) : -EINVAL;
-	filp_close(file, NULL);
+	err = bench_measure(bench);
 out:
 	tmem_record_erase(BENCH_COLD_BLOCK, BENCH_COLD_PAGES);
 	if (!IS_ERR_OR_NULL(bench->key.pool))
@@ -346,19 +262,15 @@ out:
 
 static int set_bench(const char *value, const struct kernel_param *param)
 {
-	char *copy = kstrdup(value, GFP_KERNEL);
 	int err;
 
-	if (!copy)
-		return -ENOMEM;
 	mutex_lock(&bench_lock);
-	err = bench_run(strim(copy));
+	err = bench_run();
 	mutex_unlock(&bench_lock);
-	kfree(copy);
 	return err;
 }
 
-/* Prints a line for each kind: name, median and maximum of a sample, operations in a sample. */
+/* Prints a line for each kind: name and median. */
 static int get_bench(char *buffer, const struct kernel_param *param)
 {
 	unsigned int i;
@@ -366,8 +278,7 @@ static int get_bench(char *buffer, const struct kernel_param *param)
 
 	mutex_lock(&bench_lock);
 	for (i = 0; i < NR_BENCH; i++)
-		len += sysfs_emit_at(buffer, len, "%s %llu %llu %u\n", bench_name[i],
-				     bench_median[i], bench_max[i], bench_operations[i]);
+		len += sysfs_emit_at(buffer, len, "%s %llu\n", bench_name[i], bench_median[i]);
 	mutex_unlock(&bench_lock);
 	return len;
 }
@@ -377,4 +288,4 @@ static const struct kernel_param_ops bench_ops = {
 	.get = get_bench,
 };
 module_param_cb(test_bench, &bench_ops, NULL, 0600);
-MODULE_PARM_DESC(test_bench, "TEST: runs micro-benchmarks; value: path of a file that is in the page cache");
+MODULE_PARM_DESC(test_bench, "TEST: runs micro-benchmarks; any value");

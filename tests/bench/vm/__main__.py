@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.vm import autosize, demo, native, proof, seeds, sizes, swap
 from harness.paths import HarnessError
@@ -27,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, program in PROGRAMS.items():
         command = commands.add_parser(name, description=program.__doc__)
-        command.add_argument("--json", type=Path, help="write the figures to this file")
         program.add_arguments(command)
     options = parser.parse_args(arguments)
     try:

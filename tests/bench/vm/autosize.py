@@ -24,7 +24,7 @@ from bench.vm.idle import (
     allocated,
     files,
 )
-from bench.vm.output import Progress, size_text, table, write_json
+from bench.vm.output import Progress, size_text, table
 from harness import disk, kernel, module
 from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
@@ -186,6 +186,4 @@ def run(options: argparse.Namespace) -> int:
         meaning = MEANINGS[max(filter(key.startswith, MEANINGS), key=len)]
         cells.append([key, meaning[0], f"{value:.3f}", meaning[1]])
     print("\n" + table(cells))
-    if options.json:
-        write_json(options.json, {key: round(value, 4) for key, value in found.items()})
     return 0

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.vm import idle
-from bench.vm.output import Progress, size_text, table, write_json
+from bench.vm.output import Progress, size_text, table
 from harness import disk, kernel, module, native
 from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
@@ -309,37 +309,6 @@ def pool_summary(pool: dict[str, Any]) -> str:
     )
 
 
-def figures(
-    ram_bytes: int,
-    plain: dict[str, Measured],
-    tmem: dict[str, Measured],
-    pool: dict[str, Any],
-    idle_vm: idle.Idle | None = None,
-) -> dict[str, Any]:
-    """Returns the figures for the JSON file."""
-    keys = ("pages", "original_bytes", "held_bytes", "shared_pages")
-    read = [sum(m.read_bytes for m in phase.values()) for phase in (tmem, plain)]
-    return {
-        "disk_read_ratio": round(read[0] / read[1], 4) if read[1] else None,
-        "vms": [
-            {
-                "name": name,
-                "ram_bytes": ram_bytes,
-                "seconds_without": round(plain[name].seconds, 2),
-                "seconds_with": round(tmem[name].seconds, 2),
-                "disk_read_bytes_without": plain[name].read_bytes,
-                "disk_read_bytes_with": tmem[name].read_bytes,
-                "lost_fraction": round(lost_fraction([tmem[name]]), 5),
-                "checksums_equal": plain[name].checksums_equal and tmem[name].checksums_equal,
-                "driver": {key: value for key, value in tmem[name].counters.items() if value},
-            }
-            for name in plain
-        ],
-        "pool": {key: pool[key] for key in keys},
-        "idle": idle_vm.json() if idle_vm else None,
-    }
-
-
 def around(daemon: Daemon, native_guests: bool) -> str:
     """Returns a text with commands to examine the VMs and the pool after the demo."""
     command = f"tests/bench/run demo {'--native ' if native_guests else ''}--keep"
@@ -413,7 +382,7 @@ class Machines:
 
 
 def run(options: argparse.Namespace) -> int:
-    native_guests, json_path = options.native, options.json
+    native_guests = options.native
     progress = Progress()
     machines = Machines(native_guests)
     sizes = machines.sizes
@@ -464,8 +433,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"{idle_vm.summary()}")
         print(REMARK_NATIVE if native_guests else REMARK)
         print(around(daemon, native_guests))
-        if json_path:
-            write_json(json_path, figures(sizes.ram_bytes, plain, tmem, pool, idle_vm))
         if options.keep:
             input("\nThe VMs run. Press Enter to end them. ")
         equal = all(m.checksums_equal for m in (*plain.values(), *tmem.values()))

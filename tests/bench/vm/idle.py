@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.vm.output import size_text
 from harness import module
@@ -44,13 +43,6 @@ class Idle:
     pool_seconds: float
     disk_read_bytes: int  # bytes that the guest reads from the disk without the pool
     disk_seconds: float
-
-    def json(self) -> dict[str, Any]:
-        values = {
-            key: round(value, 2) if isinstance(value, float) else value
-            for key, value in asdict(self).items()
-        }
-        return {"ram_bytes": RAM_BYTES, **values}
 
     def summary(self) -> str:
         return (

@@ -114,25 +114,16 @@ class Machine:
         self.settle()
         return ticks - self.bench("drop")
 
-    def micro(self, repeat: int, say: Callable[[int], None] | None = None) -> dict[str, float]:
-        """Returns medians in ticks of the micro-benchmarks inside the driver.
-
-        The cost of the loop and of reading the clock is subtracted.
-        """
+    def micro(self, repeat: int, say: Callable[[int], None]) -> dict[str, float]:
+        """Returns medians in ticks of the micro-benchmarks inside the driver."""
         runs: dict[str, list[float]] = {}
         for number in range(repeat):
-            self.bench(f"seq {DATA}/cached")
-            self.guest.sh(f"echo {DATA}/cached >{MICRO}", SECONDS)
+            self.guest.sh(f"echo 1 >{MICRO}", SECONDS)
             for line in self.guest.read(MICRO).splitlines():
-                name, median, most, operations = line.split()
-                runs.setdefault(name, []).append(int(median) / int(operations))
-                runs.setdefault(f"{name}_max", []).append(int(most) / int(operations))
-            if say:
-                say(number + 1)
-        out = {name: statistics.median(values) for name, values in runs.items()}
-        for name in ("xa_load", "miss_object", "miss_far", "miss_near"):
-            out[name] -= out["empty"]
-        return out
+                name, median = line.split()
+                runs.setdefault(name, []).append(int(median))
+            say(number + 1)
+        return {name: statistics.median(values) for name, values in runs.items()}
 
     def mount_uncached(self, name: str, where: str) -> None:
         """Mounts a disk with a file system of the type UNCACHED_KIND, without the cache."""

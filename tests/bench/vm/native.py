@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import statistics
 import time
@@ -35,7 +34,7 @@ from bench.vm.machine import (
     Machine,
     make_image,
 )
-from bench.vm.output import Progress, table, write_json
+from bench.vm.output import Progress, table
 from harness import disk, native
 from harness.daemon import Daemon
 from harness.disk import Disk
@@ -48,7 +47,6 @@ from harness.vm import MIB
 RAM_BYTES = 192 * MIB
 POOL_BYTES = 512 * MIB  # memory of the pool for each guest
 SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
-CACHED_BYTES = 32 * MIB  # small enough to stay in the page cache
 BLOCKS_BYTES = 64 * MIB  # this file is read in random order, in blocks of one size at a time
 FILLER_BYTES = 4 * MIB  # fills the put ring with other pages, so no get is answered from it
 DATA_DISK_BYTES = 512 * MIB
@@ -181,19 +179,6 @@ def dropped_rows(guests: int, change: dict[str, int]) -> list[Row]:
     return rows
 
 
-def flat(rows: list[Row], facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the figures and the facts of the machine as one flat object."""
-    out: dict[str, Any] = {}
-    for row in rows:
-        if not math.isfinite(row.value):
-            raise HarnessError(f"{row.key} is {row.value}, which is not a finite number")
-        if row.key in out:
-            raise HarnessError(f"two figures have the key {row.key}")
-        out[row.key] = round(row.value, 5)
-    out["missed"] = " ".join(row.key for row in rows if row.met is False)
-    return out | facts
-
-
 def refusals(daemon: Daemon) -> dict[str, int]:
     """Returns the puts that tmemd has refused for all its VMs, by reason."""
     out: dict[str, int] = {}
@@ -244,7 +229,6 @@ class Bench:
         source = random.Random(SEED)
         sizes = {
             "set": SET_BYTES,
-            "cached": CACHED_BYTES,
             "batch": BATCH_BYTES,
             "blocks": BLOCKS_BYTES,
             "filler": FILLER_BYTES,
@@ -306,7 +290,6 @@ class Bench:
             _, ticks, nanoseconds = machine.guest.sh(f"{BENCH} clock").split()
             speeds.append(int(ticks) / int(nanoseconds) * 1000)
         self.ticks_per_us = statistics.median(speeds)
-        self.facts["tsc_mhz"] = round(self.ticks_per_us, 1)
         self.facts["guest_kernel"] = machine.guest.sh("uname -r").strip()
 
     @staticmethod
@@ -367,7 +350,6 @@ class Bench:
                     Row(f"get_{size}_hit_share", "  pages that came from the host", hits / pages),
                 ]
             )
-            self.facts[f"get_{size}_samples"] = len(samples["get"])
         self.add(
             [
                 Row(
@@ -549,7 +531,7 @@ class Bench:
             for name in STEPS:
                 if not only or name in only:
                     getattr(self, name)()
-        self.facts |= facts | {"nice": os.nice(0)}
+        self.facts |= facts
         self.progress.step("done")
 
 
@@ -588,6 +570,4 @@ def run(options: argparse.Namespace) -> int:
         bench = Bench(session, Progress(), QUICK if options.quick else 1)
         bench.run(options.only)
         print(f"\n{conditions(bench.facts)}\n\n{report(bench.rows)}")
-        if options.json:
-            write_json(options.json, flat(bench.rows, bench.facts))
     return 0

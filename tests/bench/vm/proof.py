@@ -187,6 +187,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, parts: Parts) -> None:
         help="one repetition of each workload, to try the benchmark",
     )
     parser.add_argument("--fresh", action="store_true", help="measure all repetitions again")
+    parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument(
         "--page", type=Path, help="write the report to this file, and its plots to ../images"
     )

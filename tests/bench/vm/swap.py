@@ -590,6 +590,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"measure only these parts: {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one repetition, to try the benchmark")
     parser.add_argument("--fresh", action="store_true", help="measure all repetitions again")
+    parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--report", action="store_true", help="measure nothing, only report")
 
 
