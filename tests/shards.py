@@ -231,11 +231,10 @@ SHARDS: dict[str, Shard] = {
         minutes=10,
     ),
     "ops": Shard(
-        "commands, a real Prometheus, tmemctl top in a terminal, journal, timing side channels",
+        "commands, a real Prometheus, tmemctl top in a terminal, timing side channels",
         (
             f"{CARGO_TEST} -p tmemctl --test integration terminal:: -- --ignored",
             f"{CARGO_TEST} -p tmem-exporter --test integration prometheus:: -- --ignored",
-            f"{CARGO_TEST} -p tmemd --test integration journal:: -- --ignored",
             f"{CARGO_TEST} --release -p tmem-exporter --test integration cost::"
             " -- --ignored --nocapture",
             f"TMEM_SEEDS=8 {CARGO_TEST} --release -p tmem-bench replay_test",

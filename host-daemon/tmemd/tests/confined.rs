@@ -453,4 +453,9 @@ fn threads_of_all_kinds_log_to_the_journal() {
         "the journal has a line of a control client's thread",
         &["flushed", "TMEM_PAGES"],
     );
+    let lines = fs::read_to_string(directory.path().join("stderr")).expect("cannot read the file");
+    assert!(
+        !lines.contains("flushed"),
+        "stderr repeats messages that the journal received: {lines}"
+    );
 }

@@ -7,8 +7,6 @@ mod control;
 mod drain;
 mod front_ends;
 mod hang_up;
-mod holes;
-mod journal;
 mod liars;
 mod limits;
 mod lost_pages;
