@@ -42,13 +42,8 @@ fn main() -> Result<()> {
     let (control, wanted) = (Path::new(control), mib.parse::<u64>()? << 20);
     let mut driver = Driver::new(GuestConfig::default(), DriverConfig::default())?;
     driver
-        .guest
         .connect(Path::new(socket))
         .map_err(|e| format!("{socket}: {e:?}"))?;
-    driver.guest.start().map_err(|e| format!("{e:?}"))?;
-    driver.new_generation().map_err(|e| format!("{e:?}"))?;
-    driver.settle().map_err(|e| format!("{e:?}"))?;
-    driver.create_pool().map_err(|e| format!("{e:?}"))?;
     let begun = Instant::now();
     // The loop ends when the pool holds enough pages. The number of puts is not known before,
     // because the daemon refuses puts while too many pages wait to be finalized.

@@ -410,19 +410,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
     until("tmemd accepts the VM's connection", || {
         driver.guest.connect(&socket).is_ok()
     });
-    driver
-        .guest
-        .start()
-        .expect("cannot start the simulated guest");
-    driver
-        .new_generation()
-        .expect("the device's generation did not become known to the driver");
-    driver
-        .settle()
-        .expect("the device did not answer each request correctly");
-    driver
-        .create_pool()
-        .expect("the device did not create a pool");
+    driver.start().expect("cannot start the simulated guest");
     told(
         "the journal has a line of a connection thread",
         &["connected", "TMEM_VM", "web1"],

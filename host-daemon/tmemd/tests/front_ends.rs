@@ -136,9 +136,7 @@ fn a_front_end_that_is_killed_leaves_no_mapping_and_no_busy_socket() {
         until("the VM's socket is free", || {
             driver.guest.connect(Path::new(&socket)).is_ok()
         });
-        driver.guest.start().unwrap();
-        driver.new_generation().unwrap();
-        driver.create_pool().unwrap();
+        driver.start().unwrap();
         println!("connected");
         loop {
             work(&mut driver, 100);

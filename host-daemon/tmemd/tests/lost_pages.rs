@@ -59,10 +59,7 @@ fn connect(driver: &mut Driver, socket: &Path) {
     until("the VM's socket is free", || {
         driver.guest.connect(socket).is_ok()
     });
-    driver.guest.start().unwrap();
-    driver.new_generation().unwrap();
-    driver.settle().unwrap();
-    driver.create_pool().unwrap();
+    driver.start().unwrap();
 }
 
 /// Returns the configuration of a guest whose rings are in the first memory region, and nearly all

@@ -30,22 +30,8 @@ fn live(round: u64) {
         let mut driver = Driver::new(crate::common::guest(&vm.name), driver)
             .expect("cannot create the simulated guest");
         driver
-            .guest
             .connect(&vm.socket)
             .expect("cannot connect to the VM's socket");
-        driver
-            .guest
-            .start()
-            .expect("cannot start the simulated guest");
-        driver
-            .new_generation()
-            .expect("the device's generation did not become known to the driver");
-        driver
-            .settle()
-            .expect("the device did not answer each request correctly");
-        driver
-            .create_pool()
-            .expect("the device did not create a pool");
         crate::common::work(&mut driver, 200);
         drivers.push(driver);
     }

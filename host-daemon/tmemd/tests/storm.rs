@@ -104,10 +104,7 @@ fn connect(driver: &mut Driver, socket: &std::path::Path) {
     crate::common::until("the VM's socket is free", || {
         driver.guest.connect(socket).is_ok()
     });
-    driver.guest.start().unwrap();
-    driver.new_generation().unwrap();
-    driver.settle().unwrap();
-    driver.create_pool().unwrap();
+    driver.start().unwrap();
 }
 
 /// Runs one VM's part of a round: it connects, sends requests, and changes its memory table. In

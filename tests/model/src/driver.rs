@@ -144,13 +144,19 @@ impl Driver {
     /// Connects to the daemon, starts the device and creates the pool.
     ///
     /// # Errors
-    /// Errors of [`FakeGuest::connect`], [`FakeGuest::start`], [`Self::new_generation`] and
-    /// [`Self::create_pool`].
+    /// Errors of [`FakeGuest::connect`] and [`Self::start`].
     pub fn connect(&mut self, socket: &Path) -> Result<(), DriverError> {
         self.guest.connect(socket)?;
+        self.start()
+    }
+
+    /// Starts the connected device and creates the pool.
+    ///
+    /// # Errors
+    /// Errors of [`FakeGuest::start`], [`Self::new_generation`] and [`Self::create_pool`].
+    pub fn start(&mut self) -> Result<(), DriverError> {
         self.guest.start()?;
         self.new_generation()?;
-        self.settle()?;
         self.create_pool()
     }
 
@@ -196,15 +202,12 @@ impl Driver {
     /// numbers its pools from 1 again.
     ///
     /// # Errors
-    /// Errors of [`FakeGuest::reset`], [`FakeGuest::start`], [`Self::new_generation`] and
-    /// [`Self::create_pool`].
+    /// Errors of [`FakeGuest::reset`] and [`Self::start`].
     pub fn reboot(&mut self) -> Result<(), DriverError> {
         self.guest.reset()?;
         self.in_flight.clear();
         self.pool_next = 1;
-        self.guest.start()?;
-        self.new_generation()?;
-        self.create_pool()
+        self.start()
     }
 
     /// Handles the loss of the daemon: takes the answers that the daemon has written, and drops the

@@ -44,22 +44,8 @@ impl ServedDaemon {
         let mut driver =
             Driver::new(guest, DriverConfig::default()).expect("cannot create the simulated guest");
         driver
-            .guest
             .connect(&daemon.path("a.sock"))
             .expect("cannot connect to the VM's socket");
-        driver
-            .guest
-            .start()
-            .expect("cannot start the simulated guest");
-        driver
-            .new_generation()
-            .expect("the simulated device got no generation from the daemon");
-        driver
-            .settle()
-            .expect("the device did not answer each request correctly");
-        driver
-            .create_pool()
-            .expect("the device did not create a pool");
         ServedDaemon { daemon, driver }
     }
 

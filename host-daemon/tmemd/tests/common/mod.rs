@@ -292,10 +292,7 @@ impl Daemon {
         let socket = self.socket(name);
         let guest = &mut driver.guest;
         self.until("the VM's socket is free", || guest.connect(&socket).is_ok());
-        driver.guest.start().unwrap();
-        driver.new_generation().unwrap();
-        driver.settle().unwrap();
-        driver.create_pool().unwrap();
+        driver.start().unwrap();
     }
 
     /// Returns the connected driver of a guest `name` with the default configuration.
