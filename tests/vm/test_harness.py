@@ -13,7 +13,6 @@ from collections.abc import Callable
 import pytest
 
 from harness import disk
-from harness.channel import ChannelClosed
 from harness.guest import CommandFailed, Guest, GuestTimeout
 from harness.kernel import Kernel
 from harness.paths import HarnessError
@@ -46,20 +45,6 @@ def test_guest_agent_runs_commands_and_transfers_files(session: Session, kernel:
     assert guest.get("/tmp/file") == b""
     with pytest.raises(CommandFailed, match="No such file"):
         guest.get("/absent")
-
-
-def test_guest_jobs_run_in_parallel(session: Session, kernel: Kernel) -> None:
-    guest = session.vm(Config(kernel)).start()
-    guest.sh("cd /tmp; for n in $(seq 0 19); do mkfifo go-$n; done")
-    jobs = [guest.start(f"read line </tmp/go-{number}; exit $line") for number in range(20)]
-    for number in reversed(range(20)):
-        assert not jobs[number].done()
-        guest.sh(f"echo {number} >/tmp/go-{number}")
-        assert jobs[number].wait().status == number
-    sleeper = guest.start("echo up; exec sleep 1000")
-    assert guest.sh("echo meanwhile") == "meanwhile\n"
-    sleeper.kill(15)
-    assert sleeper.wait().status == -15
 
 
 def at_rest(guest: Guest, vm: Vm) -> tuple[int, int]:
@@ -106,26 +91,6 @@ def test_disks_have_the_given_contents_and_throttling(session: Session, kernel: 
     assert guest.disk_stat("spare").write_sectors == 0
     with pytest.raises(HarnessError, match="no disk 'other'"):
         guest.disk("other")
-
-
-def test_vm_can_be_reset_rebooted_paused_and_ended(session: Session, kernel: Kernel) -> None:
-    vm = session.vm(Config(kernel, cpus=2))
-    guest = vm.start()
-    first = guest.boot_id
-    job = guest.start("sleep 1000")
-    second = vm.reset().boot_id
-    with pytest.raises(ChannelClosed):
-        job.wait()
-    third = vm.reboot().boot_id
-    assert len({first, second, third}) == 3
-    vm.pause()
-    assert vm.status() == "paused"
-    vm.resume()
-    assert vm.guest.sh("nproc") == "2\n"
-    pid = vm.process.pid
-    vm.quit()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 def test_guest_panic_is_reported(
