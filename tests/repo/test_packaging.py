@@ -6,6 +6,7 @@ packaging/check-packages installs the packages into clean systems.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
@@ -103,6 +104,9 @@ def test_headers_of_a_kernel_that_is_not_served_are_installed_without_error(
         pytest.skip("must run as root, to mount directories")
     run("make", "-C", str(DRIVER), "dkms-tree", f"DEST={tmp_path}/tree")
     modules = Path("/lib/modules")
+    # Another case, which runs at the same time, must not remove the directory meanwhile.
+    lock = os.open(modules.parent, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     missing = not modules.exists()
     modules.mkdir(exist_ok=True)
     try:
@@ -115,6 +119,7 @@ def test_headers_of_a_kernel_that_is_not_served_are_installed_without_error(
     finally:
         if missing:
             modules.rmdir()
+        os.close(lock)
     assert done.returncode == status, done.stdout
 
 
