@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Start and duration of the last run of each shard, and the commit at which it last passed.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 STATE = CACHE / "virtio-tmem/shards.json"
-# CI starts no shard that is expected to end later than this. CI has an hour; a shard may last longer
-# than its last run.
+# CI starts no shard that is expected to end later than this. CI has an hour, and a shard may last
+# longer than its last run.
 CI_LIMIT_S = 3300
 # Number of commits whose files count as changed for a shard that has never passed on this machine.
 CHANGED_COMMITS = 20
@@ -89,7 +89,7 @@ DRIVER_TESTS = {
     " driver generation guest_command lies mmio pace ram reporting ring",
     "files": "direct_writes files fs_errors hooks large_folios lockdown memory_error mounts patches"
     " refused trace tracers untested_release",
-    "reads": "coverage figures fio life reads retain selftest",
+    "reads": "coverage figures fio life reads retain selftest swap",
     "torture": "filesystems long other_types torture",
 }
 DRIVER_PATHS = ("guest-driver/", "proto/", "tests/guest/", "tests/harness/", "tests/vm/")
