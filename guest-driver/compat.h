@@ -274,6 +274,27 @@ static inline bool tmem_disk_has_rw_page(const struct gendisk *disk)
 }
 
 /*
+ * Functions that the kernel calls for each slot of a swap area that it frees. Before 6.13, slots
+ * wait in lists of processors. Since 7.2, the function is part of zswap. Series in between, which
+ * are not served, were not examined.
+ */
+#define TMEM_SWAP_FREES_SLOTS	(LINUX_VERSION_CODE < KERNEL_VERSION(6, 13, 0))
+#define TMEM_SWAP_FREES_ENTRIES	(LINUX_VERSION_CODE >= KERNEL_VERSION(7, 2, 0))
+
+/*
+ * Returns whether a disk ends bios while they are submitted, as one in memory does. Before 6.3, the
+ * kernel has other functions for such disks (tmem_disk_has_rw_page()).
+ */
+static inline bool tmem_bdev_synchronous(struct block_device *bdev)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 3, 0)
+	return tmem_disk_has_rw_page(bdev->bd_disk);
+#else
+	return bdev_synchronous(bdev);
+#endif
+}
+
+/*
  * Returns whether the submitter of a bio wants its end in a task. Linux 7.3 has brought this flag.
  */
 static inline bool tmem_bio_ends_in_task(const struct bio *bio)

@@ -141,6 +141,7 @@ enum tmem_block_check {
 	TMEM_CHECK_GET_WRITTEN,	/* no get while a write of the block is in flight */
 	TMEM_CHECK_SERVED,	/* no get of an area before its drain has ended */
 	TMEM_CHECK_DRAINED,	/* a drain erases what was put meanwhile */
+	TMEM_CHECK_PRIVATE,	/* the pool of a swap area is private */
 	TMEM_CHECK_INVAL,	/* a write with a wrong alignment does not stop recording */
 	NR_TMEM_BLOCK_CHECKS
 };

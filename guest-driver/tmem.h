@@ -27,6 +27,7 @@ enum tmem_inval {
 	TMEM_INVAL_DROPPED,	/* a put of the key was refused or dropped */
 	TMEM_INVAL_GENERATION,	/* device reset, backend lost or replaced */
 	TMEM_INVAL_OFF,		/* the file system was switched off, or its pool emptied */
+	TMEM_INVAL_FREED,	/* the kernel has freed the slot of a swap area */
 	TMEM_INVAL_BLOCK,	/* a write of the disk block */
 	NR_TMEM_INVAL
 };
@@ -75,9 +76,12 @@ bool tmem_online(void);
 
 /*
  * Adds a pool. Process context. The device learns of the pool when it is online, and again after
- * each change of the generation.
+ * each change of the generation. @private: the host must not share the pages with other VMs, and
+ * drops a page soon after the driver has erased it with TMEM_INVAL_FREED.
  */
-struct tmem_pool *tmem_pool_new(const char *name);
+struct tmem_pool *tmem_pool_new(const char *name, bool private);
+/* Returns whether the device offers no private pools, so that the pool takes no puts. */
+bool tmem_pool_refused(const struct tmem_pool *pool);
 /*
  * Empties a pool. Process context. Gets no longer find pages that were put before. The pool and its
  * policies stay. The pool takes puts again when the device has confirmed it, after all puts that
@@ -134,9 +138,17 @@ void tmem_put_end(void);
 
 /*
  * Erases the entries of the blocks at the places first .. last of an object, both included. Any
- * context but NMI. The cost is proportional to the number of entries in the range.
+ * context but NMI. The cost is proportional to the number of entries in the range. With
+ * TMEM_INVAL_FREED, the host drops its pages of the range even if the index has no entry of them.
  */
 void tmem_invalidate(const struct tmem_key *key, u64 first, u64 last, enum tmem_inval why);
+
+/*
+ * Returns whether many ranges wait until the host is told of them. The caller should then erase no
+ * others with TMEM_INVAL_FREED. If a flush of a private pool finds no space, the driver empties the
+ * pool. Any context.
+ */
+bool tmem_flushes_wait(void);
 
 /*
  * A page of the pool was wrong. The hooks then put and get no page of it, and empty it. The core

@@ -84,6 +84,12 @@
 /* Values of virtio_tmem_get_page.flags. */
 #define VIRTIO_TMEM_GET_RETAINED		1	/* the device retains the page */
 
+/*
+ * Values of virtio_tmem_pool_create.flags. A device that does not know a flag
+ * answers UNSUPPORTED and creates no pool, so the flags need no feature bits.
+ */
+#define VIRTIO_TMEM_POOL_PRIVATE		1	/* never share pages with other drivers */
+
 /* Value of virtio_tmem_range.nr_pages: from index to the end of the object. */
 #define VIRTIO_TMEM_TO_END			0
 
@@ -169,7 +175,7 @@ struct virtio_tmem_ref_page {
  * each of these requests is resp.
  */
 struct virtio_tmem_pool_create {
-	__le32 flags;			/* 0; any other value is UNSUPPORTED */
+	__le32 flags;			/* VIRTIO_TMEM_POOL_...; an unknown bit is UNSUPPORTED */
 	__le32 reserved;		/* 0 */
 };
 

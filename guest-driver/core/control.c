@@ -125,13 +125,14 @@ unanswered:
 
 /*
  * Creates or destroys a pool at the device: @type is VIRTIO_TMEM_T_POOL_CREATE or
- * VIRTIO_TMEM_T_POOL_DESTROY. Sleeps up to a second.
+ * VIRTIO_TMEM_T_POOL_DESTROY. @flags are those of a new pool. Sleeps up to a second.
  *
  * Returns 0; -ESTALE if the device has another generation now; -ENOSPC if a limit of the host is
- * reached; -ENOENT if there is no such pool; -EBUSY if earlier requests are not answered yet;
- * -ETIMEDOUT if no answer comes; -EIO if the answer has any other status.
+ * reached; -ENOENT if there is no such pool; -EOPNOTSUPP if the device does not know a flag; -EBUSY
+ * if earlier requests are not answered yet; -ETIMEDOUT if no answer comes; -EIO if the answer has
+ * any other status.
  */
-int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
+int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool, u32 flags)
 {
 	struct tmem_control *control;
 	u8 status = VIRTIO_TMEM_S_UNANSWERED;
@@ -140,7 +141,9 @@ int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 	mutex_lock(&dev->control_lock);
 	control = tmem_control_free(dev);
 	if (control) {
-		memset(&control->out.create, 0, sizeof(control->out.create));
+		control->out.create = (struct virtio_tmem_pool_create){
+			.flags = cpu_to_le32(flags),
+		};
 		status = tmem_control_send(dev, control, generation, type, pool,
 					   create ? sizeof(control->out.create) : 0);
 	}
@@ -156,6 +159,8 @@ int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 		return -ENOSPC;
 	case VIRTIO_TMEM_S_NO_POOL:
 		return -ENOENT;
+	case VIRTIO_TMEM_S_UNSUPPORTED:
+		return -EOPNOTSUPP;
 	case VIRTIO_TMEM_S_UNANSWERED:
 		return -ETIMEDOUT;
 	default:

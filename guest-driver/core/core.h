@@ -501,6 +501,7 @@ bool tmem_index_retained(const struct tmem_key *key, pgoff_t index);
 int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct tmem_where *where,
 		    u64 *offset);
 bool tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
+bool tmem_index_orphan(u32 bucket, u64 object, u64 index);
 
 /* implemented in evict.c */
 void tmem_evict_init(void);
@@ -514,6 +515,7 @@ void tmem_pool_clear_id(struct tmem_pool *pool);
 void tmem_pool_add_pages(u32 id, long pages);
 const char *tmem_pool_name(u32 id);
 bool tmem_pool_live(u32 id);
+void tmem_pool_lost(u32 id);
 void tmem_pool_ids_exit(void);
 
 /* Pool of a file system. The functions below are implemented in pool.c. */
@@ -533,6 +535,10 @@ struct tmem_pool {
 	 */
 	u32 retired_id;
 	bool freed;			/* freed by the hooks; guarded by tmem_pools_lock */
+	bool private;			/* VIRTIO_TMEM_POOL_PRIVATE; never changes */
+	bool lost;			/* a flush was dropped: the pool has to be emptied */
+	/* generation in which the device refused a private pool, or 0; written by the sync work */
+	u64 refused;
 	struct tmem_policies *policies;	/* the pointer never changes */
 	unsigned long wrong;		/* bit 0: a page was wrong (wrong.c) */
 	const char *why;		/* check that found the first wrong page, or NULL */
@@ -563,7 +569,7 @@ void tmem_ring_renew(struct tmem_queue *queue);
 
 /* implemented in queue.c */
 struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
-void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
+void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages, bool must);
 
 /* implemented in retain.c */
 int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue);
@@ -622,7 +628,7 @@ void tmem_pace_init(struct tmem_dev *dev);
 int tmem_control_init(struct tmem_dev *dev);
 void tmem_control_exit(struct tmem_dev *dev);
 void tmem_control_vq_callback(struct virtqueue *vq);
-int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool);
+int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool, u32 flags);
 
 /* implemented in generation.c */
 int tmem_generation_init(struct tmem_dev *dev);

@@ -137,7 +137,7 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 			}
 			leaf = leaf_find_after(object, nr, ULONG_MAX);
 		}
-		if (!object->nr_pages) {
+		if (!object->nr_pages && !object->private) {
 			hlist_del_rcu(&object->node);
 			tmem_object_release(object);
 		}

@@ -77,10 +77,10 @@ static struct object *find_object(struct bucket *bucket, const struct tmem_key *
 	return NULL;
 }
 
-/* Frees an object without pages. */
+/* Frees an object without pages, unless its pool is private. */
 static void free_if_empty(struct object *object)
 {
-	if (object->nr_pages)
+	if (object->nr_pages || object->private)
 		return;
 	hlist_del_rcu(&object->node);
 	tmem_object_release(object);
@@ -95,6 +95,7 @@ static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool)
 	if (IS_ERR(object))
 		return object;
 	object->id = ++bucket->nr_made << BUCKET_BITS | nr;
+	object->private = key->pool->private;
 	/*
 	 * A reader without the lock may read these fields now, because an object that was freed at
 	 * this address may have been in the table. So write them with WRITE_ONCE().
@@ -329,9 +330,11 @@ void tmem_invalidate(const struct tmem_key *key, u64 first, u64 last, enum tmem_
 		spin_lock_irqsave(&bucket->lock, flags);
 		object = find_object(bucket, key);
 		leaf = object ? leaf_find(object, &i, last >> LEAF_SHIFT) : NULL;
-		while (leaf) {
+		if (object) {
 			where.object = object->id;
 			where.pool = object->pool;
+		}
+		while (leaf) {
 			erased += tmem_leaf_erase(object, i, leaf, leaf_mask(i, first, last));
 			if (!budget--)
 				break;
@@ -344,12 +347,36 @@ void tmem_invalidate(const struct tmem_key *key, u64 first, u64 last, enum tmem_
 		spin_unlock_irqrestore(&bucket->lock, flags);
 	} while (leaf);
 
-	if (!erased)
-		return;
-	tmem_count_inval(why, erased);
-	trace_tmem_invalidate(key->pool->name, tmem_key_block(key, first),
-			      tmem_key_block(key, last), erased, tmem_inval_name(why));
-	tmem_queue_flush(&where, first, last - first + 1);
+	if (erased) {
+		tmem_count_inval(why, erased);
+		trace_tmem_invalidate(key->pool->name, tmem_key_block(key, first),
+				      tmem_key_block(key, last), erased, tmem_inval_name(why));
+	}
+	/* The host may have a page without an entry, for example after a get that was late. */
+	if (erased || (why == TMEM_INVAL_FREED && where.object))
+		tmem_queue_flush(&where, first, last - first + 1, why == TMEM_INVAL_FREED);
+}
+
+/*
+ * Returns whether a page that the host has stored now has no entry any more, because it was erased
+ * while the put was on its way. Only private pools are looked at. Context: any but NMI.
+ */
+bool tmem_index_orphan(u32 nr, u64 id, u64 index)
+{
+	struct bucket *bucket = &tmem_buckets[nr];
+	struct object *object;
+	unsigned long flags;
+	struct leaf *leaf;
+	bool orphan = false;
+
+	spin_lock_irqsave(&bucket->lock, flags);
+	object = find_object_id(bucket, id);
+	if (object && object->private) {
+		leaf = leaf_load(object, index >> LEAF_SHIFT);
+		orphan = !leaf || !(leaf_present(leaf) & BIT_ULL(index & (LEAF_PAGES - 1)));
+	}
+	spin_unlock_irqrestore(&bucket->lock, flags);
+	return orphan;
 }
 
 /*

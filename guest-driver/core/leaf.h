@@ -41,12 +41,16 @@ struct leaf {
 	u64 word[];
 };
 
-/* An object with entries. It is freed when its last entry is erased. */
+/*
+ * An object with entries. It is freed when its last entry is erased. An object of a private pool
+ * stays until the pool loses its id, because its id names pages of which the index has no entry.
+ */
 struct object {
 	struct hlist_node node;		/* in its bucket (index.h) */
 	u64 nr;				/* number of the object (struct tmem_key) */
 	u64 id;				/* not read by RCU readers; see tmem_leaf_init() */
 	u32 pool;
+	bool private;			/* of a private pool */
 	u32 nr_nodes;			/* nodes of leaves */
 	unsigned long nr_pages;
 	unsigned long nr_retained;	/* how many of nr_pages are retained */

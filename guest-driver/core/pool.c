@@ -30,13 +30,14 @@ static u32 last_serial;
 static u32 last_id;
 
 /* Returns NULL if there is no memory or POOLS_FREED_MAX is reached. */
-struct tmem_pool *tmem_pool_new(const char *name)
+struct tmem_pool *tmem_pool_new(const char *name, bool private)
 {
 	struct tmem_pool *pool = kzalloc(sizeof(*pool), GFP_KERNEL);
 
 	if (!pool)
 		return NULL;
 	strscpy(pool->name, name, sizeof(pool->name));
+	pool->private = private;
 	pool->nr_pages = alloc_percpu(long);
 	mutex_lock(&tmem_pools_lock);
 	if (!pool->nr_pages || tmem_pools_nr_freed >= POOLS_FREED_MAX)
@@ -71,12 +72,14 @@ static void release(struct tmem_pool *pool)
 	call_rcu(&pool->rcu, free_rcu);
 }
 
-static void release_freed(void)
+/* Releases freed pools. With @keep, leaves out private pools that the device may have. */
+static void release_freed(bool keep)
 {
 	struct tmem_pool *pool, *next;
 
 	list_for_each_entry_safe(pool, next, &tmem_pools_freed, list)
-		release(pool);
+		if (!keep || !pool->private || !pool->retired_id)
+			release(pool);
 }
 
 /* Records that a device is present, or that its sync work will not run again. */
@@ -85,7 +88,7 @@ void tmem_pools_device(bool present)
 	mutex_lock(&tmem_pools_lock);
 	have_device = present;
 	if (!present)
-		release_freed();
+		release_freed(false);
 	mutex_unlock(&tmem_pools_lock);
 }
 
@@ -99,7 +102,8 @@ void tmem_pools_gone(u64 generation)
 	struct tmem_pool *pool;
 
 	mutex_lock(&tmem_pools_lock);
-	release_freed();
+	/* If the same generation comes back, the device has to destroy the private pools. */
+	release_freed(!generation);
 	if (generation)
 		list_for_each_entry(pool, &tmem_pools, list)
 			pool->retired_id = 0;
@@ -125,18 +129,21 @@ static unsigned long retire_id(struct tmem_pool *pool, enum tmem_inval why)
 	return pages;
 }
 
-/* The pool gets no new entries any more, so a sweep is not needed if it has none. */
+/*
+ * The pool gets no new entries any more, so a sweep is not needed if it has none. A private pool
+ * has objects without entries.
+ */
 void tmem_pool_free(struct tmem_pool *pool)
 {
 	mutex_lock(&tmem_pools_lock);
-	if (retire_id(pool, TMEM_INVAL_UNMOUNT))
+	if (retire_id(pool, TMEM_INVAL_UNMOUNT) || pool->private)
 		tmem_index_sweep_start();
 	pool->freed = true;
 	list_move_tail(&pool->list, &tmem_pools_freed);
 	tmem_pools_nr_freed++;
 	tmem_policy_free(pool);
 	if (!have_device)
-		release_freed();
+		release_freed(false);
 	mutex_unlock(&tmem_pools_lock);
 	tmem_dev_resync_any(false);
 }
@@ -187,15 +194,39 @@ static struct tmem_pool *find_retired(void)
 	return NULL;
 }
 
-/* Finds, among the first @max pools, a pool that the device does not have. */
-static struct tmem_pool *find_missing(unsigned int max)
+/*
+ * Takes the ids of private pools of which the device may have a page that the driver has erased,
+ * because a flush was dropped. Their destruction takes its place.
+ */
+static void retire_lost(void)
+{
+	struct tmem_pool *pool;
+	bool found = false;
+
+	list_for_each_entry(pool, &tmem_pools, list) {
+		if (!xchg(&pool->lost, false))
+			continue;
+		retire_id(pool, TMEM_INVAL_OFF);
+		found = true;
+	}
+	if (found)
+		tmem_index_sweep_start();
+}
+
+bool tmem_pool_refused(const struct tmem_pool *pool)
+{
+	return READ_ONCE(pool->refused) && !READ_ONCE(pool->id);
+}
+
+/* Finds, among the first @max pools, a pool that the device does not have, and has not refused. */
+static struct tmem_pool *find_missing(unsigned int max, u64 generation)
 {
 	struct tmem_pool *pool;
 
 	list_for_each_entry(pool, &tmem_pools, list) {
 		if (!max--)
 			return NULL;
-		if (!pool->id)
+		if (!pool->id && pool->refused != generation)
 			return pool;
 	}
 	return NULL;
@@ -208,7 +239,7 @@ static int destroy_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *p
 	mutex_unlock(&tmem_pools_lock);
 	if (pool->retired_id)
 		err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_DESTROY,
-					pool->retired_id);
+					pool->retired_id, 0);
 	mutex_lock(&tmem_pools_lock);
 	/* ENOENT is success: an id of an older generation no longer exists. */
 	if (err && err != -ENOENT)
@@ -236,12 +267,16 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 	 */
 	pool->retired_id = id;
 	mutex_unlock(&tmem_pools_lock);
-	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id);
+	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id,
+				pool->private ? VIRTIO_TMEM_POOL_PRIVATE : 0);
 	/* Wait for puts and erasures that count entries with the last id of the pool. */
 	synchronize_rcu_expedited();
 	mutex_lock(&tmem_pools_lock);
-	if (err == -ENOSPC)
+	WRITE_ONCE(pool->refused, err == -EOPNOTSUPP && pool->private ? generation : 0);
+	if (err == -ENOSPC || pool->refused)
 		pool->retired_id = 0;
+	if (pool->refused)
+		return 0;
 	if (err || pool->freed)
 		return err;
 	err = tmem_pool_set_id(pool, id);
@@ -265,13 +300,14 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 	int err = 0;
 
 	mutex_lock(&tmem_pools_lock);
+	retire_lost();
 	while (!err && !READ_ONCE(dev->stopping)) {
 		pool = find_retired();
 		if (pool) {
 			err = destroy_one(dev, generation, pool);
 			continue;
 		}
-		pool = find_missing(dev->pools_max);
+		pool = find_missing(dev->pools_max, generation);
 		if (!pool)
 			break;
 		err = create_one(dev, generation, pool);

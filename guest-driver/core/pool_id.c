@@ -86,6 +86,25 @@ const char *tmem_pool_name(u32 id)
 	return pool ? pool->name : "?";
 }
 
+/*
+ * Has a private pool emptied, because the host may keep a page of it that the driver has erased.
+ * Context: any but NMI.
+ */
+void tmem_pool_lost(u32 id)
+{
+	struct tmem_pool *pool;
+	bool private;
+
+	rcu_read_lock();
+	pool = xa_load(&tmem_pools_live, id);
+	private = pool && pool->private;
+	if (private)
+		WRITE_ONCE(pool->lost, true);
+	rcu_read_unlock();
+	if (private)
+		tmem_dev_resync_any(false);
+}
+
 /* Frees the table, after all pools were freed. */
 void tmem_pool_ids_exit(void)
 {

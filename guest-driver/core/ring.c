@@ -185,6 +185,7 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		slot->pool = where.pool;
 		slot->bucket = where.bucket;
 		slot->index = index;
+		slot->private = key->pool->private;
 		slot->flags = workingset ? VIRTIO_TMEM_PUT_WORKINGSET : 0;
 		/* Write the data before the cookie; pairs with tmem_ring_copy(). */
 		smp_store_release(&slot->cookie, slot->base + slot->offset);

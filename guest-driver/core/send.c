@@ -76,6 +76,19 @@ static bool drain(struct tmem_queue *queue)
 	return work;
 }
 
+/* Has the host drop a page that it may have stored, if the page was erased meanwhile. */
+static void flush_orphan(const struct tmem_slot *slot)
+{
+	const struct tmem_where where = {
+		.object = slot->object,
+		.pool = slot->pool,
+		.bucket = slot->bucket,
+	};
+
+	if (slot->private && tmem_index_orphan(where.bucket, where.object, slot->index))
+		tmem_queue_flush(&where, slot->index, 1, true);
+}
+
 /* Handles a batch of puts that the device answered or gave back unanswered. */
 static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 {
@@ -101,6 +114,8 @@ static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 			erase_slot(slot, TMEM_STAT_puts_refused);
 		else
 			erase_slot(slot, TMEM_STAT_puts_unanswered);
+		if (result != VIRTIO_TMEM_P_REFUSED)
+			flush_orphan(slot);
 		WRITE_ONCE(slot->state, TMEM_SLOT_FREE);
 	}
 	tmem_count_n(TMEM_STAT_puts_stored, stored);
@@ -169,16 +184,28 @@ static bool req_free(const struct tmem_req *req)
 	return READ_ONCE(req->state) == TMEM_REQ_FREE;
 }
 
+/* Handles flushes that the device answered or gave back unanswered. */
+static void flush_answered(struct tmem_queue *queue, struct tmem_flush_batch *batch)
+{
+	u8 status = VIRTIO_TMEM_S_UNANSWERED;
+
+	if (batch->req.used_bytes >= sizeof(batch->resp))
+		status = READ_ONCE(batch->resp.status);
+	/* The host has no page of a pool or a generation that does not exist any more. */
+	if (batch->must && status != VIRTIO_TMEM_S_OK && status != VIRTIO_TMEM_S_NO_POOL &&
+	    status != VIRTIO_TMEM_S_STALE)
+		tmem_pool_lost(le32_to_cpu(batch->out.hdr.pool));
+	batch->req.state = TMEM_REQ_FREE;
+	WRITE_ONCE(queue->flushes_in_flight, queue->flushes_in_flight - 1);
+}
+
 static void take_answers(struct tmem_queue *queue, struct turn *turn)
 {
 	unsigned int i;
 
-	for (i = 0; i < TMEM_FLUSHES_IN_FLIGHT; i++) {
-		if (!req_done(&queue->flush[i]->req))
-			continue;
-		queue->flush[i]->req.state = TMEM_REQ_FREE;
-		WRITE_ONCE(queue->flushes_in_flight, queue->flushes_in_flight - 1);
-	}
+	for (i = 0; i < TMEM_FLUSHES_IN_FLIGHT; i++)
+		if (req_done(&queue->flush[i]->req))
+			flush_answered(queue, queue->flush[i]);
 	for (i = 0; queue->ref && i < TMEM_REFS_IN_FLIGHT && turn->budget; i++) {
 		if (!req_done(&queue->ref_batch[i]->req))
 			continue;
@@ -228,14 +255,37 @@ static struct tmem_flush_batch *free_flush_batch(struct tmem_queue *queue)
 }
 
 /*
+ * Removes the first @taken pending flushes, which were sent or are not needed. @pages: number of
+ * pages of the last of them when it was sent. It may have grown since.
+ */
+static void remove_flushes(struct tmem_queue *queue, unsigned int taken, u64 pages)
+{
+	struct tmem_flush_range *range;
+
+	spin_lock(&queue->ring_lock);
+	range = &queue->pending[taken - 1];
+	if (range->nr_pages > pages) {
+		range->index += pages;
+		range->nr_pages -= pages;
+		taken--;
+	}
+	WRITE_ONCE(queue->nr_flush, queue->nr_flush - taken);
+	memmove(queue->pending, queue->pending + taken, queue->nr_flush * sizeof(*queue->pending));
+	spin_unlock(&queue->ring_lock);
+}
+
+/*
  * Sends the oldest pending flushes (ranges that the host should drop) of one pool. Returns whether
- * there may be more to send.
+ * there may be more to send. If the virtqueue has no room, the flushes stay pending.
  */
 static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 {
 	struct tmem_flush_batch *batch = free_flush_batch(queue);
 	unsigned int taken, count = 0;
 	struct scatterlist out, in;
+	bool must = false;
+	int err;
+	u64 pages = 0;
 	u32 pool = 0;
 
 	if (!READ_ONCE(queue->nr_flush) || (!batch && turn->generation))
@@ -243,24 +293,27 @@ static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 	spin_lock(&queue->ring_lock);
 	for (taken = 0; taken < queue->nr_flush; taken++) {
 		const struct tmem_flush_range *range = &queue->pending[taken];
+		bool is_old = !turn->generation || range->epoch != turn->epoch;
 
-		if (!turn->generation || range->epoch != turn->epoch)
-			continue;	/* discard: the host drops all pages of older epochs */
-		if (count && (range->pool != pool || count == queue->dev->batch_max))
+		if (!is_old && count && (range->pool != pool || count == queue->dev->batch_max))
 			break;
+		pages = range->nr_pages;
+		if (is_old)
+			continue;	/* discard: the host drops all pages of older epochs */
 		pool = range->pool;
+		must |= range->must;
 		batch->out.range[count++] = (struct virtio_tmem_range){
 			.object = cpu_to_le64(range->object),
 			.index = cpu_to_le64(range->index),
 			.nr_pages = cpu_to_le64(range->nr_pages),
 		};
 	}
-	WRITE_ONCE(queue->nr_flush, queue->nr_flush - taken);
-	memmove(queue->pending, queue->pending + taken, queue->nr_flush * sizeof(*queue->pending));
 	spin_unlock(&queue->ring_lock);
-	if (!count)
+	if (!count) {
+		remove_flushes(queue, taken, pages);
 		return false;
-
+	}
+	batch->must = must;
 	batch->out.hdr = (struct virtio_tmem_req){
 		.generation = cpu_to_le64(turn->generation),
 		.type = cpu_to_le16(VIRTIO_TMEM_T_FLUSH),
@@ -272,9 +325,17 @@ static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 	sg_init_one(&out, &batch->out, sizeof(batch->out.hdr) + count * sizeof(*batch->out.range));
 	sg_init_one(&in, &batch->resp, sizeof(batch->resp));
 	WRITE_ONCE(queue->flushes_in_flight, queue->flushes_in_flight + 1);
-	if (submit(queue, turn, &batch->req, &out, &in)) {
+	err = submit(queue, turn, &batch->req, &out, &in);
+	if (err == -ENOSPC || err == -ENOMEM) {
+		WRITE_ONCE(queue->flushes_in_flight, queue->flushes_in_flight - 1);
+		return false;
+	}
+	remove_flushes(queue, taken, pages);
+	if (err) {	/* the virtqueue is broken */
 		WRITE_ONCE(queue->flushes_in_flight, queue->flushes_in_flight - 1);
 		tmem_count_n(TMEM_STAT_flushes_dropped, count);
+		if (must)
+			tmem_pool_lost(pool);
 		return false;
 	}
 	tmem_count(TMEM_STAT_requests_flush);

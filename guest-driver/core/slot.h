@@ -28,6 +28,7 @@ struct tmem_slot {
 	u32 epoch;		/* dev->epoch at the time of the put */
 	u32 flags;		/* VIRTIO_TMEM_PUT_... */
 	u8 state;		/* enum tmem_slot_state */
+	bool private;		/* of a private pool */
 };
 
 struct tmem_put_batch {
@@ -50,10 +51,12 @@ struct tmem_flush_range {
 	u64 nr_pages;
 	u32 pool;
 	u32 epoch;
+	bool must;		/* see tmem_queue_flush() */
 };
 
 struct tmem_flush_batch {
 	struct tmem_req req;
+	bool must;		/* of at least one range */
 	struct {
 		struct virtio_tmem_req hdr;
 		struct virtio_tmem_range range[VIRTIO_TMEM_BATCH_MAX];

@@ -147,6 +147,7 @@ TMEM_STAT(invalidations_unmount)
 TMEM_STAT(invalidations_dropped)
 TMEM_STAT(invalidations_generation)
 TMEM_STAT(invalidations_off)
+TMEM_STAT(invalidations_freed)
 TMEM_STAT(invalidations_block)
 
 /* Comparisons of hits with the disk (hooks/verify.c): begun, and with a difference. */

@@ -118,8 +118,8 @@ static void sync_work_fn(struct work_struct *work)
 	}
 	/*
 	 * The pools of another generation do not exist any more. While there is no generation,
-	 * release the pools that were freed since the last run, and remember the ids of the others,
-	 * because the same generation may come back.
+	 * release the pools that were freed since the last run, except for private ones, and
+	 * remember the ids of the others, because the same generation may come back.
 	 */
 	if (!why && (!generation || generation != dev->pools_generation)) {
 		tmem_pools_gone(generation);

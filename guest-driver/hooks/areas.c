@@ -129,7 +129,8 @@ static u32 block_of(const struct tmem_area *area, sector_t sector)
  * Context: any but NMI. With @may_sleep, the function may sleep, because the caller is in no RCU
  * section.
  */
-void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep)
+void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep,
+		      enum tmem_inval why)
 {
 	u32 part, most = may_sleep ? TMEM_FORGET_BLOCKS : BIT(TMEM_OBJECT_BITS);
 	struct tmem_key key;
@@ -142,7 +143,7 @@ void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_
 		fs = tmem_fs_find(sb);
 		if (fs) {
 			index = tmem_block_key(&key, fs->pool, first);
-			tmem_invalidate(&key, index, index + part - 1, TMEM_INVAL_BLOCK);
+			tmem_invalidate(&key, index, index + part - 1, why);
 		}
 		rcu_read_unlock();
 		if (!fs)
@@ -182,7 +183,8 @@ bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, b
 		sb = area->sb;
 		rcu_read_unlock();
 		tmem_record_erase(first, nr_blocks);
-		tmem_area_forget(sb, first - area_first, nr_blocks, may_sleep);
+		tmem_area_forget(sb, first - area_first, nr_blocks, may_sleep,
+				 TMEM_INVAL_BLOCK);
 	}
 	return touched;
 }

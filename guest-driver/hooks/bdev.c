@@ -58,6 +58,18 @@ static bool modules_get(struct gendisk *disk)
 }
 
 /*
+ * Takes references to a device, and to modules that it needs. Returns false if one of these is
+ * being removed. tmem_bdev_put() releases the references. The caller has a reference to the device.
+ */
+bool tmem_bdev_hold(struct block_device *bdev)
+{
+	if (!modules_get(bdev->bd_disk))
+		return false;
+	get_device(&bdev->bd_device);
+	return true;
+}
+
+/*
  * Returns the block device of a super block, or NULL. The caller holds s_umount, and releases the
  * device with tmem_bdev_put(). Sleeps.
  *

@@ -311,7 +311,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 			break;
 		at = place(t, &iter);
 		state = state_of(t, i++);
-		state->seq = tmem_is_block(&bv, at) && tmem_is_filled(bv.bv_page, t->sb) ?
+		state->seq = tmem_is_block(&bv, at, t->sb) && tmem_is_filled(bv.bv_page, t->sb) ?
 			     tmem_record_read(block_at(t, at)) : 0;
 		if (!(i % STATES))
 			cond_resched();	/* submit_bio() may sleep */
@@ -336,6 +336,7 @@ static void begin_pages(struct tracked *t)
 	struct bio *bio = t->bio;
 	struct bvec_iter iter;
 	struct state *state;
+	enum tmem_inval why = TMEM_INVAL_BLOCK;
 	unsigned int i = 0;
 	struct bio_vec bv;
 	u32 first, last;
@@ -346,8 +347,11 @@ static void begin_pages(struct tracked *t)
 		if (state)
 			state->seq = 0;
 		at = place(t, &iter);
-		if (state && t->epoch && tmem_is_block(&bv, at) &&
-		    tmem_is_flushed(bv.bv_page, t->sb)) {
+		if (state && t->epoch && tmem_is_flushed(bv.bv_page, t->sb) &&
+		    tmem_is_block(&bv, at, t->sb)) {
+			if (tmem_is_swap(t->sb) &&
+			    tmem_swap_reuse(t->sb, at >> TMEM_BLOCK_SHIFT))
+				why = TMEM_INVAL_FREED;
 			state->seq = tmem_record_write(block_at(t, at), bv.bv_page);
 			state->check = check_of(bv.bv_page);
 		} else {
@@ -362,7 +366,7 @@ static void begin_pages(struct tracked *t)
 	if (in_task() && !(current->flags & PF_KTHREAD))
 		TMEM_HOLD(write);
 	if (!TMEM_WITHOUT(FORGET))
-		tmem_area_forget(t->sb, first - t->area_first, last - first + 1, true);
+		tmem_area_forget(t->sb, first - t->area_first, last - first + 1, true, why);
 }
 
 static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
@@ -473,6 +477,8 @@ static void end_page(struct tracked *t, const struct bio_vec *bv, bool good)
 		write_part(t, at, bv, false);
 	else if (seq && good && !tmem_record_fill(block_at(t, at), seq, bv->bv_page))
 		block_mount(t->sb, block_at(t, at) - t->area_first);
+	if (seq && good && tmem_is_swap(t->sb))
+		tmem_record_mark(bv->bv_page);
 }
 
 /* Returns whether all pages are done. The iterator of the bio itself has changed meanwhile. */
@@ -608,6 +614,8 @@ static bool wants_submit_bio(struct tmem_args *args)
 
 	if (bio_has_data(bio))
 		tmem_note_page(bio_page(bio));
+	if (bio->bi_opf & REQ_SWAP && READ_ONCE(tmem_swap_on))
+		tmem_swap_note(bio);
 	return bio->bi_bdev && tmem_area_serves(bio->bi_bdev->bd_disk);
 }
 

@@ -25,6 +25,8 @@
 #ifndef _TMEM_BLOCKS_H
 #define _TMEM_BLOCKS_H
 
+#include <linux/atomic.h>
+#include <linux/bits.h>
 #include <linux/blk_types.h>
 #include <linux/types.h>
 
@@ -32,6 +34,18 @@
 
 #define TMEM_BLOCK_SHIFT	12
 #define TMEM_BLOCK_SECTORS	(1 << (TMEM_BLOCK_SHIFT - SECTOR_SHIFT))
+
+/* Sets bits of a bitmap. Other bits of the same words may change meanwhile. */
+static inline void tmem_set_bits(unsigned long *map, unsigned long first, unsigned long nr)
+{
+	unsigned long end = first + nr, bits;
+
+	for (; first < end; first += bits) {
+		bits = min(end - first, BITS_PER_LONG - first % BITS_PER_LONG);
+		atomic_long_or(GENMASK(bits - 1, 0) << first % BITS_PER_LONG,
+			       (atomic_long_t *)&map[BIT_WORD(first)]);
+	}
+}
 
 /* --- records.c ----------------------------------------------------------------------------- */
 
@@ -55,13 +69,14 @@ bool tmem_record_may_put(const struct page *page);
 u32 tmem_record_free(const struct page *page);
 void tmem_record_forbid(void);
 void tmem_record_move(struct folio *to, struct folio *from);
+void tmem_record_mark(struct page *page);
 void tmem_records_follow_ram(void (*renew)(void));
 
 /* --- areas.c ------------------------------------------------------------------------------- */
 
-/* Range of a disk with the blocks of a served file system. Read under RCU. */
+/* Range of a disk with the blocks of a served file system or swap area. Read under RCU. */
 struct tmem_area {
-	const struct super_block *sb;	/* only compared, never dereferenced */
+	const struct super_block *sb;	/* only compared; or a tmem_swap_sb() */
 	const struct gendisk *disk;
 	sector_t start;			/* first sector, on the whole disk */
 	u32 first;			/* number of the first block */
@@ -90,7 +105,8 @@ const struct tmem_area *tmem_area_find(const struct gendisk *disk, sector_t sect
 const struct tmem_area *tmem_area_of(u32 block);
 bool tmem_area_serves(const struct gendisk *disk);
 u32 tmem_area_epoch(const struct gendisk *disk, sector_t start);
-void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep);
+void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_sleep,
+		      enum tmem_inval why);
 bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, bool may_sleep);
 void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr);
 void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr);
@@ -118,7 +134,7 @@ static inline bool tmem_must_not_wait(void)
 
 bool tmem_is_filled(struct page *page, const struct super_block *sb);
 bool tmem_is_flushed(struct page *page, const struct super_block *sb);
-bool tmem_is_block(const struct bio_vec *bv, u64 place);
+bool tmem_is_block(const struct bio_vec *bv, u64 place, const struct super_block *sb);
 bool tmem_is_awaited(struct bio *bio);
 void tmem_note_page(struct page *page);
 
@@ -140,6 +156,33 @@ enum tmem_filled tmem_fill(struct bio *bio, const struct tmem_area *area, sector
 int tmem_fill_init(void);
 void tmem_fill_wait(void);
 void tmem_fill_exit(void);
+
+/* --- slots.c ------------------------------------------------------------------------------- */
+
+extern bool tmem_swap_on;		/* true while swap areas are served */
+
+/* Returns what stands for the super block of a swap area, by the kernel's number of the area. */
+static inline const struct super_block *tmem_swap_sb(unsigned int type)
+{
+	return (const struct super_block *)(type * 2UL + 1);
+}
+
+/* Returns whether something stands for a swap area, and is no address of a super block. */
+static inline bool tmem_is_swap(const struct super_block *sb)
+{
+	return (unsigned long)sb & 1;
+}
+
+static inline unsigned int tmem_swap_type_of(const struct super_block *sb)
+{
+	return (unsigned long)sb / 2;
+}
+
+bool tmem_swap_has(struct folio *folio, const struct super_block *sb);
+bool tmem_swap_is_slot(struct page *page, u64 place);
+bool tmem_swap_is_freed(const struct super_block *sb, u32 block);
+bool tmem_swap_reuse(const struct super_block *sb, u32 block);
+void tmem_swap_note(struct bio *bio);
 
 /* --- bio.c --------------------------------------------------------------------------------- */
 

@@ -92,39 +92,102 @@ void tmem_fs_drop(const struct super_block *sb)
 }
 
 /*
- * Makes a file system. If the driver refuses the mount, the refusal lasts until it is unmounted. If
- * @new is true, the file system is being mounted.
+ * Makes a file system, or a swap area if @sb stands for one. If the driver refuses it, the refusal
+ * lasts until it is unmounted. If @new is true, the file system is being mounted. @refused_why is
+ * NULL, or why a swap area is refused. The caller's references to @bdev, which may be NULL, go to
+ * the file system, or are released.
  */
-static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type, bool new)
+static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
+			      struct block_device *bdev, const char *refused_why, bool new)
 {
 	struct tmem_fs *fs = kzalloc(sizeof(*fs), GFP_KERNEL);
-	char why[TMEM_REFUSED_BYTES - sizeof("refused: ")];
+	char why[TMEM_REFUSED_BYTES - sizeof("refused: ")], name[BDEVNAME_SIZE];
+	bool is_swap = tmem_is_swap(sb), refused = false;
 
-	if (!fs)
+	if (!fs) {
+		tmem_bdev_put(bdev);
 		return NULL;
+	}
 	fs->sb = sb;
 	fs->type = type;
 	fs->cpu = alloc_percpu(struct tmem_fs_cpu);
-	fs->pool = fs->cpu ? tmem_pool_new(sb->s_id) : NULL;
+	if (is_swap)
+		snprintf(name, sizeof(name), "%pg", bdev);
+	else
+		strscpy(name, sb->s_id, sizeof(name));
+	fs->pool = fs->cpu ? tmem_pool_new(name, is_swap && !TMEM_WITHOUT(PRIVATE)) : NULL;
 	if (!fs->pool) {
+		tmem_bdev_put(bdev);
 		free_percpu(fs->cpu);
 		kfree(fs);
 		return NULL;
 	}
-	fs->bdev = tmem_bdev_get(sb);
-	if (!fs->bdev) {
+	fs->bdev = bdev;
+	if (!bdev) {
 		fs->no_area = "the driver does not find the disk";
-	} else if (tmem_refuse(sb, fs->bdev, why, sizeof(why))) {
-		snprintf(fs->refused, sizeof(fs->refused), "refused: %s", why);
-		pr_notice("%s on %s is %s\n", type->name, sb->s_id, fs->refused);
+	} else if (is_swap) {
+		refused = refused_why;
+		strscpy(why, refused_why ?: "", sizeof(why));
 	} else {
-		/* A btrfs may have started to write before the hook of mounts ran. */
-		fs->area = tmem_area_new(sb, fs->bdev, new && !type->has_no_bdev, &fs->no_area);
+		refused = tmem_refuse(sb, bdev, why, sizeof(why));
 	}
-	if (tmem_mount_add(fs, sb->s_dev)) {
+	if (refused) {
+		snprintf(fs->refused, sizeof(fs->refused), "refused: %s", why);
+		pr_notice("%s on %s is %s\n", type->name, name, fs->refused);
+	} else if (bdev) {
+		/* A btrfs may have started to write before the hook of mounts ran. */
+		fs->area = tmem_area_new(sb, bdev, new && !type->has_no_bdev, &fs->no_area);
+	}
+	if (tmem_mount_add(fs, is_swap ? "swap-" : "", is_swap ? bdev->bd_dev : sb->s_dev)) {
 		tmem_fs_free(fs);
 		return NULL;
 	}
+	return fs;
+}
+
+/* Empties the pool of a file system, as was requested, and lets it take pages again. Sleeps. */
+void tmem_fs_refill(struct tmem_fs *fs)
+{
+	/* If another flush is requested meanwhile, it follows. */
+	WRITE_ONCE(fs->flush, false);
+	tmem_pool_empty(fs->pool);
+	tmem_fs_start(fs);
+	tmem_fs_report();
+}
+
+/* Registers a file system or swap area, so that its pages are put and got. */
+static void fs_register(struct tmem_fs *fs)
+{
+	lockdep_assert_held(&discovery_lock);
+	spin_lock_irq(&tmem_fs_lock);
+	hash_add_rcu(tmem_fs_hash, &fs->node, (unsigned long)fs->sb);
+	nr_fs++;
+	spin_unlock_irq(&tmem_fs_lock);
+	found++;
+	tmem_fs_start(fs);
+	if (!fs->type->active || *fs->refused) {
+		WRITE_ONCE(fs->type->active, true);
+		tmem_fs_report();
+	}
+}
+
+/*
+ * Serves a swap area, or refuses it if @why is not NULL. The caller's references to the device go
+ * to it, or are released. Returns NULL without memory. tmem_fs_drop() ends it.
+ */
+struct tmem_fs *tmem_fs_serve_swap(unsigned int type, struct block_device *bdev, const char *why)
+{
+	struct tmem_fs *fs = NULL;
+
+	mutex_lock(&discovery_lock);
+	if (!tmem_fs_stopped && READ_ONCE(nr_fs) < TMEM_FS_MAX)
+		fs = fs_new((struct super_block *)tmem_swap_sb(type), &tmem_swap_type, bdev, why,
+			    false);
+	else
+		tmem_bdev_put(bdev);
+	if (fs)
+		fs_register(fs);
+	mutex_unlock(&discovery_lock);
 	return fs;
 }
 
@@ -136,6 +199,8 @@ static void serve(struct super_block *sb, struct tmem_fs_type *type, bool new)
 {
 	struct tmem_fs *fs;
 
+	if (sb->s_bdev)
+		tmem_swap_settle(sb->s_bdev);
 	mutex_lock(&discovery_lock);
 	if (tmem_fs_stopped || (!sb->s_bdev && !type->has_no_bdev) || !sb->s_root)
 		goto unlock;
@@ -143,26 +208,13 @@ static void serve(struct super_block *sb, struct tmem_fs_type *type, bool new)
 	rcu_read_lock();
 	fs = tmem_fs_find(sb);
 	rcu_read_unlock();
-	if (fs && READ_ONCE(fs->flush)) {
-		/* If another flush is requested meanwhile, the discovery runs again. */
-		WRITE_ONCE(fs->flush, false);
-		tmem_pool_empty(fs->pool);
-		tmem_fs_start(fs);
-		tmem_fs_report();
-	}
-	fs = fs || READ_ONCE(nr_fs) >= TMEM_FS_MAX ? NULL : fs_new(sb, type, new);
-	if (!fs)
+	if (fs && READ_ONCE(fs->flush))
+		tmem_fs_refill(fs);
+	if (fs || READ_ONCE(nr_fs) >= TMEM_FS_MAX)
 		goto unlock;
-	spin_lock_irq(&tmem_fs_lock);
-	hash_add_rcu(tmem_fs_hash, &fs->node, (unsigned long)sb);
-	nr_fs++;
-	spin_unlock_irq(&tmem_fs_lock);
-	found++;
-	tmem_fs_start(fs);
-	if (!type->active || *fs->refused) {
-		WRITE_ONCE(type->active, true);
-		tmem_fs_report();
-	}
+	fs = fs_new(sb, type, tmem_bdev_get(sb), NULL, new);
+	if (fs)
+		fs_register(fs);
 unlock:
 	mutex_unlock(&discovery_lock);
 }

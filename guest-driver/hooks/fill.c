@@ -99,6 +99,12 @@ static bool is_of_file(struct folio *folio, const struct super_block *sb)
 	return same;
 }
 
+/* Returns whether a folio, which is locked or under writeback, is of a file system or swap area. */
+static bool is_of(struct folio *folio, const struct super_block *sb)
+{
+	return tmem_is_swap(sb) ? tmem_swap_has(folio, sb) : is_of_file(folio, sb);
+}
+
 /*
  * Requests a discovery if the mount of a page is not known. @page is the first page of a bio that
  * is being submitted. The mount may be older than the hooks, or the kernel has no hook of mounts.
@@ -119,7 +125,7 @@ void tmem_note_page(struct page *page)
 }
 
 /*
- * Returns whether only a read can change a page of a file of @sb until the read ends. The lock is
+ * Returns whether only a read can change a page of @sb until the read ends. The lock is
  * tested first: it keeps the mapping. Nobody has mapped or pinned a folio that is not uptodate.
  * Context: any.
  */
@@ -127,25 +133,26 @@ bool tmem_is_filled(struct page *page, const struct super_block *sb)
 {
 	struct folio *folio = page_folio(page);
 
-	return folio_test_locked(folio) && !folio_test_uptodate(folio) && is_of_file(folio, sb);
+	return folio_test_locked(folio) && !folio_test_uptodate(folio) && is_of(folio, sb);
 }
 
-/* Returns whether a clean page of a file of @sb is being written back. Context: any. */
+/* Returns whether a clean page of @sb is being written back. Context: any. */
 bool tmem_is_flushed(struct page *page, const struct super_block *sb)
 {
 	struct folio *folio = page_folio(page);
 
-	return folio_test_writeback(folio) && !folio_test_dirty(folio) && is_of_file(folio, sb);
+	return folio_test_writeback(folio) && !folio_test_dirty(folio) && is_of(folio, sb);
 }
 
 /*
  * Returns whether a segment of a bio is a page, and a whole block of an area. @place is its place
- * in bytes from the beginning of the area.
+ * in bytes from the beginning of the area of @sb. A page of a swap area must have the slot there.
  */
-bool tmem_is_block(const struct bio_vec *bv, u64 place)
+bool tmem_is_block(const struct bio_vec *bv, u64 place, const struct super_block *sb)
 {
 	return bv->bv_len == PAGE_SIZE && !bv->bv_offset &&
-	       (!(place & ~PAGE_MASK) || TMEM_WITHOUT(WHOLE));
+	       (!(place & ~PAGE_MASK) || TMEM_WITHOUT(WHOLE)) &&
+	       (!tmem_is_swap(sb) || tmem_swap_is_slot(bv->bv_page, place));
 }
 
 /*
@@ -167,8 +174,10 @@ static bool follows_read(struct folio *folio)
 	struct folio *before = NULL;
 	bool follows = false;
 
+	if (folio_test_swapcache(folio))
+		return false;
 	rcu_read_lock();
-	/* The bio may be one of swap, or of a direct read, whose pages have no mapping. */
+	/* The bio may be one of a direct read, whose pages have no mapping. */
 	mapping = folio_mapping(folio);
 	if (mapping && folio->index)
 		before = xa_load(&mapping->i_pages, folio->index - 1);
@@ -212,8 +221,9 @@ static unsigned int count_pages(struct bio *bio, const struct tmem_area *area, s
 
 	bio_for_each_segment(bv, bio, iter) {
 		if (++nr > FILL_PAGES_MAX || !tmem_is_filled(bv.bv_page, area->sb) ||
-		    !tmem_is_block(&bv, place) ||
-		    tmem_fs_inode_secret(page_folio(bv.bv_page)->mapping->host))
+		    !tmem_is_block(&bv, place, area->sb) ||
+		    (!tmem_is_swap(area->sb) &&
+		     tmem_fs_inode_secret(page_folio(bv.bv_page)->mapping->host)))
 			return 0;
 		place += PAGE_SIZE;
 	}
@@ -345,6 +355,8 @@ static bool fill_end(struct fill *fill)
 		if (!tmem_record_got(fill->block + i, fill->seq[i], fill->page[i],
 				     fill->check64[i], verify))
 			__clear_bit(i, fill->want);
+		else if (tmem_is_swap(fill->fs->sb))
+			tmem_record_mark(fill->page[i]);
 	rcu_read_unlock();
 	this_cpu_add(fill->fs->cpu->hits, bitmap_weight(fill->want, nr));
 	/* In the sample, the disk reads all pages, whose bytes are compared with the records. */

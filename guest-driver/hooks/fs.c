@@ -64,6 +64,8 @@ struct tmem_fs_type tmem_fs_types[] = {
 	{}
 };
 
+struct tmem_fs_type tmem_swap_type = { .name = "swap", .no_policies = true };
+
 static_assert(ARRAY_SIZE(tmem_fs_types) == NR_TMEM_FS_TYPES + 1);
 
 DEFINE_HASHTABLE(tmem_fs_hash, TMEM_FS_HASH_BITS);
@@ -166,6 +168,10 @@ bool tmem_fs_note(const struct super_block *sb)
 /* Lets the discovery empty the pools of file systems for which the caller has set "flush". */
 static void discover_soon(const struct tmem_fs_type *type)
 {
+	if (type == &tmem_swap_type) {
+		tmem_swap_soon();
+		return;
+	}
 	set_bit(type - tmem_fs_types, &tmem_fs_types_noted);
 	mod_delayed_work(tmem_system_wq, &tmem_fs_discovery, 0);
 }
@@ -258,6 +264,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_fs *only, bool on)
 int tmem_fs_state(const struct tmem_fs *fs, char *buf, size_t bytes)
 {
 	const char *state = "on", *why;
+	bool is_swap = tmem_is_swap(fs->sb);
 	u64 block;
 
 	why = tmem_pool_why(fs->pool, &block);
@@ -267,12 +274,17 @@ int tmem_fs_state(const struct tmem_fs *fs, char *buf, size_t bytes)
 		state = fs->refused;
 	else if (why)
 		return scnprintf(buf, bytes,
-				 "blocked: %s, block %llu; check the file system and mount it again",
-				 why, block);
+				 "blocked: %s, block %llu; %s", why, block, is_swap ?
+				 "run swapoff, and swapon two seconds later" :
+				 "check the file system and mount it again");
 	else if (!fs->area)
 		return scnprintf(buf, bytes, "blocked: %s", fs->no_area);
 	else if (READ_ONCE(fs->area->failed))
-		state = "blocked: a write of the disk failed; mount the file system again";
+		state = is_swap ?
+			"blocked: a write failed; run swapoff, and swapon two seconds later" :
+			"blocked: a write of the disk failed; mount the file system again";
+	else if (tmem_pool_refused(fs->pool))
+		state = "blocked: the host has no private pools; it needs a newer tmemd";
 	else if (!tmem_area_works(fs->area) && !fs->area->drained)
 		state = "blocked: the driver does not see all writes of the disk";
 	else if (!tmem_area_works(fs->area) || !READ_ONCE(fs->live))

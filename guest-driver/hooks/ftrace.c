@@ -21,8 +21,8 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* Maximum number of targets: mm and VFS 8, bios 1, self-test 1. */
-#define TMEM_TARGETS_MAX 10
+/* Maximum number of targets: mm and VFS 8, bios 1, swap 2, self-test 1. */
+#define TMEM_TARGETS_MAX 12
 
 /*
  * Largest distance in bytes from a function's address to its traced instruction. That instruction

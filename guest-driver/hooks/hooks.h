@@ -34,6 +34,7 @@ enum tmem_hook {
 	TMEM_HOOK_RECLAIM,	/* try_to_unmap_flush(): after some evictions of reclaim */
 	TMEM_HOOK_MIGRATE,	/* folio_migrate_flags(): a folio moves to other page frames */
 	TMEM_HOOK_READAHEAD,	/* page_cache_ra_order(), since Linux 6.17 */
+	TMEM_HOOK_SWAP,		/* functions that free slots of swap areas */
 	TMEM_HOOK_SELFTEST,	/* a function of this module's own */
 	NR_TMEM_HOOKS
 };
@@ -138,6 +139,8 @@ struct tmem_fs_type {
 };
 
 extern struct tmem_fs_type tmem_fs_types[];
+/* The type of swap areas, which is not in the array. */
+extern struct tmem_fs_type tmem_swap_type;
 
 struct tmem_area;
 
@@ -149,10 +152,10 @@ struct tmem_fs_cpu {
 	unsigned long reads;
 };
 
-/* A mounted file system, and its directory in sysfs (mounts.c). */
+/* A mounted file system or a swap area, and its directory in sysfs (mounts.c). */
 struct tmem_fs {
 	struct hlist_node node;		/* read under RCU; writers hold tmem_fs_lock */
-	const struct super_block *sb;	/* only compared, never dereferenced */
+	const struct super_block *sb;	/* only compared; or a tmem_swap_sb() (blocks.h) */
 	struct tmem_fs_type *type;
 	struct tmem_pool *pool;
 	struct block_device *bdev;	/* its device, or NULL if the driver cannot find it */
@@ -185,6 +188,8 @@ int tmem_fs_state(const struct tmem_fs *fs, char *buf, size_t bytes);
 /* --- discover.c ---------------------------------------------------------------------------- */
 
 void tmem_fs_drop(const struct super_block *sb);
+void tmem_fs_refill(struct tmem_fs *fs);
+struct tmem_fs *tmem_fs_serve_swap(unsigned int type, struct block_device *bdev, const char *why);
 void tmem_fs_mounted(struct super_block *sb);
 void tmem_fs_setup(void);
 void tmem_fs_init(void);
@@ -193,7 +198,7 @@ void tmem_fs_exit(void);
 
 /* --- mounts.c ------------------------------------------------------------------------------ */
 
-int tmem_mount_add(struct tmem_fs *fs, dev_t dev);
+int tmem_mount_add(struct tmem_fs *fs, const char *prefix, dev_t dev);
 void tmem_mount_remove(struct tmem_fs *fs);
 int tmem_mounts_init(void);
 void tmem_mounts_stop(void);
@@ -201,6 +206,7 @@ void tmem_mounts_exit(void);
 
 /* --- bdev.c -------------------------------------------------------------------------------- */
 
+bool tmem_bdev_hold(struct block_device *bdev);
 struct block_device *tmem_bdev_get(const struct super_block *sb);
 void tmem_bdev_put(struct block_device *bdev);
 
@@ -208,6 +214,19 @@ void tmem_bdev_put(struct block_device *bdev);
 
 bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *why,
 		 size_t why_bytes);
+
+/* --- slots.c ------------------------------------------------------------------------------- */
+
+void tmem_swap_settle(const struct block_device *bdev);
+void tmem_swap_soon(void);
+
+/* --- swap.c -------------------------------------------------------------------------------- */
+
+void tmem_swap_setup(void);
+void tmem_swap_init(void);
+void tmem_swap_stop(void);
+void tmem_swap_empty(void);
+void tmem_swap_exit(void);
 
 /* --- put.c --------------------------------------------------------------------------------- */
 

@@ -117,6 +117,7 @@ static bool hooks_down(void)
 
 	WRITE_ONCE(tmem_hooks_on, false);
 	tmem_fs_stop();
+	tmem_swap_stop();
 	if (probes_on)
 		tmem_probes_unregister();
 	probes_on = false;
@@ -239,6 +240,7 @@ static int take_hooks(void)
 	WRITE_ONCE(tmem_hooks_on, true);
 	hooks_taken = true;
 	tmem_fs_init();
+	tmem_swap_init();
 	tmem_device_init();
 	return 0;
 }
@@ -248,6 +250,7 @@ static int release_hooks(void)
 	lockdep_assert_held(&hooks_mutex);
 	if (!hooks_down()) {
 		tmem_hooks_off(DEAD_FTRACE);
+		tmem_swap_empty();
 		/*
 		 * Functions of the kernel stay redirected to this module, so it must never be
 		 * freed.
@@ -257,6 +260,7 @@ static int release_hooks(void)
 	}
 	hooks_taken = false;
 	tmem_hooks_off("hooks are released; writing 1 to hooks_enabled takes them again");
+	tmem_swap_exit();
 	tmem_fs_exit();
 	return 0;
 }
@@ -289,6 +293,7 @@ int tmem_hooks_init(void)
 	int err;
 
 	tmem_fs_setup();
+	tmem_swap_setup();
 	tmem_bio_init();
 	err = tmem_mounts_init();
 	if (err)
@@ -337,6 +342,7 @@ void tmem_hooks_exit(void)
 	tmem_mounts_stop();
 	if (!hooks_down())
 		never_return();
+	tmem_swap_exit();
 	tmem_fs_exit();
 	tmem_mounts_exit();
 	tmem_areas_exit();

@@ -12,8 +12,8 @@
 
 #include "blocks.h"
 
-/* Maximum number of targets: mm and VFS 8, bios 1, self-test 1. */
-#define TMEM_TARGETS_MAX 10
+/* Maximum number of targets: mm and VFS 8, bios 1, swap 2, self-test 1. */
+#define TMEM_TARGETS_MAX 12
 
 DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
 EXPORT_SYMBOL_GPL(tmem_hooks_key);

@@ -3,6 +3,7 @@
  * Switches and counters of file systems, in /sys/kernel/virtio_tmem/:
  *	fs/<type>/enabled	all mounts of a type, also future ones
  *	mounts/<major:minor>/	one mount: enabled, state, puts, gets, hits, held_pages
+ *	mounts/swap-<major:minor>/	one swap area, with the same files
  *
  * The directory of a mount is removed before its super block is shut down. sysfs waits for tasks
  * that are reading or writing one of its files, and answers ENODEV to tasks that only have a file
@@ -124,15 +125,16 @@ static const struct kobj_type mount_ktype = {
 };
 
 /*
- * Makes the directory of a mount whose other fields are set. Returns 0 or an error. The caller then
+ * Makes the directory of a mount whose other fields are set. @prefix stands before the number of
+ * the device. Returns 0 or an error. The caller then
  * does not serve the mount, because an operator could not switch it off. It calls
  * tmem_mount_remove() after an error, too.
  */
-int tmem_mount_add(struct tmem_fs *fs, dev_t dev)
+int tmem_mount_add(struct tmem_fs *fs, const char *prefix, dev_t dev)
 {
 	init_completion(&fs->released);
-	return tmem_kobject_init_and_add(&fs->kobj, &mount_ktype, mounts_kobj, "%u:%u", MAJOR(dev),
-					 MINOR(dev));
+	return tmem_kobject_init_and_add(&fs->kobj, &mount_ktype, mounts_kobj, "%s%u:%u", prefix,
+					 MAJOR(dev), MINOR(dev));
 }
 
 /* Removes a mount's directory, and waits for tasks that are reading or writing one of its files. */

@@ -20,7 +20,8 @@
  * frees are not put either, because the interrupted task may use the processor's scratch page.
  *
  * Coherence does not depend on the first step: if the copy of any page has the bytes of a record
- * that is true now, the put is right.
+ * that is true now, the put is right. Pages of swap areas have no first step. They are marked when
+ * they are recorded (swap.c).
  */
 #include <linux/hugetlb.h>
 #include <linux/mm.h>
@@ -50,8 +51,7 @@
 static bool folio_ok(struct folio *folio)
 {
 	if (!folio_test_uptodate(folio) || folio_test_dirty(folio) ||
-	    folio_test_writeback(folio) || folio_test_private_2(folio) ||
-	    folio_test_swapbacked(folio))
+	    folio_test_writeback(folio) || folio_test_private_2(folio))
 		return false;
 	return !folio_test_hwpoison(folio) &&
 	       !(folio_test_large(folio) && folio_test_has_hwpoisoned(folio));
@@ -76,7 +76,7 @@ static bool may_put(struct tmem_fs *fs, const struct inode *inode, struct folio 
 		why = TMEM_STAT_puts_skipped_inode;
 	else if (tmem_policy_never(fs->pool, inode->i_ino, inode->i_generation))
 		why = TMEM_STAT_puts_dropped_policy;
-	else if (!folio_ok(folio))
+	else if (!folio_ok(folio) || folio_test_swapbacked(folio))
 		why = TMEM_STAT_puts_skipped_folio;
 	else if (!READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool))
 		why = TMEM_STAT_puts_skipped_off;
@@ -140,7 +140,8 @@ static void put_marked(struct page *page, bool workingset)
 		goto out;
 	area = tmem_area_of(block);
 	fs = area ? tmem_fs_find(area->sb) : NULL;
-	if (!fs || !READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool)) {
+	if (!fs || !READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool) ||
+	    (tmem_is_swap(area->sb) && tmem_swap_is_freed(area->sb, block - area->first))) {
 		tmem_count(TMEM_STAT_puts_skipped_off);
 		goto out;
 	}
@@ -178,8 +179,10 @@ static unsigned int folio_freed(struct folio *folio, unsigned int most)
 
 	if (unlikely(READ_ONCE(tmem_selftest_mapping)))
 		tmem_selftest_saw_freed(folio);
-	/* Pages of processes still have a mapping. */
-	if (folio->mapping || !folio_ok(folio))
+	/* Pages of processes still have a mapping. They are swapbacked, like those of shmem. */
+	if (folio_test_swapbacked(folio) ? !READ_ONCE(tmem_swap_on) : !!folio->mapping)
+		return most;
+	if (!folio_ok(folio))
 		return most;
 	workingset = tmem_folio_used_again(folio);
 	for (i = 0; i < nr; i++) {

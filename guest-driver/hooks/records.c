@@ -601,16 +601,20 @@ void tmem_record_dirty(struct folio *folio)
 	rcu_read_unlock();
 }
 
-/* Marks pages, of which the first is @pfn. Other folios may have bits in the same word. */
-static void mark(const struct tables *t, unsigned long pfn, unsigned long nr)
+/*
+ * Marks a page of a swap area that was recorded just now, so that it may be put when it is freed.
+ * Such a page leaves no page cache before.
+ */
+void tmem_record_mark(struct page *page)
 {
-	unsigned long end = pfn + nr, bits;
+	unsigned long pfn = page_to_pfn(page);
+	const struct tables *t;
 
-	for (; pfn < end; pfn += bits) {
-		bits = min(end - pfn, BITS_PER_LONG - pfn % BITS_PER_LONG);
-		atomic_long_or(GENMASK(bits - 1, 0) << pfn % BITS_PER_LONG,
-			       (atomic_long_t *)&t->removed[BIT_WORD(pfn)]);
-	}
+	rcu_read_lock();
+	t = rcu_dereference(tables);
+	if (pfn < t->nr_hints)
+		tmem_set_bits(t->removed, pfn, 1);
+	rcu_read_unlock();
 }
 
 /*
@@ -635,7 +639,7 @@ unsigned long tmem_record_leave(struct folio *folio, bool may_put)
 			WRITE_ONCE(t->hints[i], 0);
 	}
 	if (may_put && hints)
-		mark(t, pfn, nr);
+		tmem_set_bits(t->removed, pfn, nr);
 out:
 	rcu_read_unlock();
 	return hints;
@@ -674,7 +678,9 @@ u32 tmem_record_free(const struct page *page)
 
 /*
  * Puts no page that has left the page cache so far. The caller has made sure that further pages of
- * a file are not marked. When the function returns, puts that had begun have ended. Sleeps.
+ * a file are not marked. A page may have a mark of an earlier life in a swap area; then its removal
+ * from the page cache has deleted its hint, which a put needs, too. When the function returns, puts
+ * that had begun have ended. Sleeps.
  */
 void tmem_record_forbid(void)
 {

@@ -221,7 +221,7 @@ static int bench_run(void)
 		return -ENOMEM;
 	bench->from = alloc_page(GFP_KERNEL);
 	bench->to = alloc_page(GFP_KERNEL);
-	bench->key = (struct tmem_key){ tmem_pool_new("bench"), BENCH_OBJECT };
+	bench->key = (struct tmem_key){ tmem_pool_new("bench", false), BENCH_OBJECT };
 	for (i = 0; i < NR_BENCH; i++) {
 		bench->sample[i] = kvcalloc(BENCH_SAMPLES, sizeof(u64), GFP_KERNEL);
 		if (!bench->sample[i])

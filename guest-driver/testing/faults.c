@@ -211,6 +211,7 @@ static const char *const hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_RECLAIM] = "reclaim",
 	[TMEM_HOOK_MIGRATE] = "migrate",
 	[TMEM_HOOK_READAHEAD] = "readahead",
+	[TMEM_HOOK_SWAP] = "swap",
 	[TMEM_HOOK_SELFTEST] = "selftest",
 };
 
@@ -257,6 +258,7 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_GET_WRITTEN] = "get_written",
 	[TMEM_CHECK_SERVED] = "served",
 	[TMEM_CHECK_DRAINED] = "drained",
+	[TMEM_CHECK_PRIVATE] = "private",
 	[TMEM_CHECK_INVAL] = "inval",
 };
 

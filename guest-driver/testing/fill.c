@@ -25,7 +25,7 @@ int tmem_test_pool(struct tmem_key *key, const char *name)
 	unsigned int retries = POOL_RETRIES;
 	struct tmem_where where;
 
-	*key = (struct tmem_key){ tmem_pool_new(name), 0 };
+	*key = (struct tmem_key){ tmem_pool_new(name, false), 0 };
 	if (!key->pool)
 		return -ENOMEM;
 	while (tmem_index_store(key, 0, 1, &where)) {
@@ -48,7 +48,7 @@ static int set_pools(const char *value, const struct kernel_param *param)
 	if (err || nr > FILL_MAX)
 		return err ?: -EINVAL;
 	while (nr--) {
-		pool = tmem_pool_new("former");
+		pool = tmem_pool_new("former", false);
 		if (!pool)
 			return -ENOMEM;
 		tmem_pool_free(pool);

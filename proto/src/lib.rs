@@ -167,6 +167,9 @@ constants! {
     /// Flag of [`GetPage`]: the device retains the page that it returned.
     "VIRTIO_TMEM_GET_RETAINED" GET_RETAINED: u8 = 1;
 
+    /// Flag of [`PoolCreate`]: the device never shares pages of the pool with other drivers.
+    "VIRTIO_TMEM_POOL_PRIVATE" POOL_PRIVATE: u32 = 1;
+
     /// Value of [`Range::nr_pages`] that stands for all pages from the index to the end of the
     /// object.
     "VIRTIO_TMEM_TO_END" TO_END: u64 = 0;
@@ -307,7 +310,8 @@ structs! {
     /// Body of a POOL_CREATE. The request is [`Req`] and [`PoolCreate`], the answer [`Resp`]. A
     /// POOL_DESTROY has no body: its request is [`Req`].
     "virtio_tmem_pool_create" PoolCreate {
-        /// Flags of the pool; 0. The device answers any other value with [`S_UNSUPPORTED`].
+        /// Flags of the pool, such as [`POOL_PRIVATE`]. The device answers an unknown flag with
+        /// [`S_UNSUPPORTED`].
         flags: U32,
         /// Reserved; 0.
         reserved: U32,

@@ -636,8 +636,8 @@ impl Store {
 
     /// Asserts that `refs` has all blobs with their correct numbers of references. Also asserts
     /// that the table of equal pages lists only these blobs, each in a bucket of its place. `refs`
-    /// has, for each blob, the trust domain and the number of entries that refer to the blob.
-    pub(crate) fn check(&self, refs: &std::collections::HashMap<u32, (DomainId, u32)>) {
+    /// has, for each blob, its domain and the number of entries that refer to the blob.
+    pub(crate) fn check(&self, refs: &std::collections::HashMap<u32, (Option<DomainId>, u32)>) {
         assert_eq!(
             self.heap.stats().blobs,
             refs.len() as u64,

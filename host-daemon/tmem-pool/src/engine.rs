@@ -112,7 +112,7 @@ impl Engine {
 
     /// Adds a tenant to the members.
     pub(crate) fn add_member(&self, spec: TenantSpec) -> Result<Arc<TenantShared>, AdmissionError> {
-        let make = |spec: &TenantSpec, domain| TenantShared::new(spec, domain, &self.params);
+        let make = |spec: &TenantSpec, domains| TenantShared::new(spec, domains, &self.params);
         let tenant = self.membership_mut().add(spec, make)?;
         self.totals.tenants.add(1);
         Ok(tenant)

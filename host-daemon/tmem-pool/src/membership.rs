@@ -57,15 +57,15 @@ impl Membership {
         }
     }
 
-    /// Adds a tenant. `make` creates its record from the specification and the number of its trust
-    /// domain.
+    /// Adds a tenant. `make` creates its record from the specification, and from the numbers of its
+    /// trust domain and of the domain of its private pools, which no other tenant has.
     ///
     /// # Errors
     /// The tenant's reserve does not fit beside the reserves of the other tenants.
     pub(crate) fn add(
         &mut self,
         spec: TenantSpec,
-        make: impl FnOnce(&TenantSpec, DomainId) -> TenantShared,
+        make: impl FnOnce(&TenantSpec, (DomainId, DomainId)) -> TenantShared,
     ) -> Result<Arc<TenantShared>, AdmissionError> {
         self.admit(&spec.name, spec.quota)?;
         let fresh = self.next_domain;
@@ -81,8 +81,9 @@ impl Membership {
                 domain.id
             }
         };
-        self.next_domain += u32::from(id == fresh);
-        let tenant = Arc::new(make(&spec, id));
+        let private = fresh + u32::from(id == fresh);
+        self.next_domain = private + 1;
+        let tenant = Arc::new(make(&spec, (id, private)));
         let member = Member {
             tenant: Arc::clone(&tenant),
             quota: spec.quota,

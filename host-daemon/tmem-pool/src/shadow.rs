@@ -8,8 +8,8 @@
 use crate::blob::{Contents, Finalized};
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::evict::unshared;
-use crate::index::Chunks;
 use crate::index::entry::Content;
+use crate::index::{Chunks, Sharing};
 use crate::request::{Get, GetResult, Ref};
 use crate::state::{Freed, NewPage, Range, Reason, Room, State, Taken};
 use crate::stats::TenantStats;
@@ -61,7 +61,7 @@ impl ShadowTenant {
     /// Creates a pool, unless the tenant already has it. Returns false if the tenant has too many
     /// pools, or if there is no memory. Returns true if the tenant now has the pool.
     pub fn ensure_pool(&mut self, pool: u32) -> bool {
-        self.0.pool(pool).is_ok() || self.0.create_pool(pool).is_ok()
+        self.0.pool(pool).is_ok() || self.0.create_pool(pool, Sharing::Domain).is_ok()
     }
 
     /// Puts a page with its final size in bytes. The page replaces the page under its key, if there

@@ -23,7 +23,7 @@ use crate::error::{CreateError, NoPool};
 use crate::evict::queue::Queue;
 use crate::evict::{self, Arrival, Leave, Policy, References, unshared};
 use crate::index::entry::{Content, Entry};
-use crate::index::{Chunks, Entries, Id, Index, Key, PoolRef};
+use crate::index::{Chunks, Entries, Id, Index, Key, PoolRef, Sharing};
 use crate::raw_queue::{RawPage, RawQueue};
 use crate::request::{GET_PAGES_MAX, Get, Put, Ref};
 use crate::stats::{Counters, TenantStats};
@@ -248,14 +248,16 @@ impl State {
 
     // ---- pools --------------------------------------------------------------------------------
 
-    pub(crate) fn create_pool(&mut self, nr: u32) -> Result<(), CreateError> {
+    pub(crate) fn create_pool(&mut self, nr: u32, sharing: Sharing) -> Result<(), CreateError> {
         if self.index.pool(nr).is_some() {
             return Err(CreateError::Exists);
         }
         if self.index.nr_pools() >= POOLS_PER_TENANT_MAX {
             return Err(CreateError::Limit);
         }
-        self.index.create_pool(nr).map_err(|_| CreateError::Limit)
+        self.index
+            .create_pool(nr, sharing)
+            .map_err(|_| CreateError::Limit)
     }
 
     pub(crate) fn pool(&self, nr: u32) -> Result<PoolRef, NoPool> {

@@ -8,7 +8,7 @@
 use crate::config::{
     DomainId, PAGE_SIZE, PolicyKind, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, TenantSpec,
 };
-use crate::index::Chunks;
+use crate::index::{Chunks, Sharing};
 use crate::state::State;
 use crate::stats::Counters;
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
@@ -32,6 +32,7 @@ pub(crate) struct TenantParams {
 pub(crate) struct TenantShared {
     name: String,
     domain: DomainId,
+    private_domain: DomainId,
     state: Mutex<State>,
     params: TenantParams,
     pub charged_bytes: Sum,
@@ -55,11 +56,17 @@ pub(crate) struct TenantShared {
 }
 
 impl TenantShared {
-    pub(crate) fn new(spec: &TenantSpec, domain: DomainId, params: &TenantParams) -> TenantShared {
+    /// Creates the record of a tenant. `private_domain` is the domain of its private pools.
+    pub(crate) fn new(
+        spec: &TenantSpec,
+        (domain, private_domain): (DomainId, DomainId),
+        params: &TenantParams,
+    ) -> TenantShared {
         let limit_bytes = spec.quota.limit_bytes.unwrap_or(u64::MAX);
         TenantShared {
             name: spec.name.clone(),
             domain,
+            private_domain,
             state: Mutex::new(State::new(
                 params.seed,
                 params.keys_per_tenant_max,
@@ -84,8 +91,12 @@ impl TenantShared {
         &self.name
     }
 
-    pub(crate) fn domain(&self) -> DomainId {
-        self.domain
+    /// Returns the domain inside which equal pages of a pool are stored once.
+    pub(crate) fn domain(&self, sharing: Sharing) -> DomainId {
+        match sharing {
+            Sharing::Domain => self.domain,
+            Sharing::Tenant => self.private_domain,
+        }
     }
 
     /// Returns whether the tenant has detached pages: dropped with their object or pool, and not

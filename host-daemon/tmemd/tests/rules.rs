@@ -310,7 +310,9 @@ fn the_number_of_pools_is_limited() {
     let mut driver = daemon.driver("a", 1);
     let mut other = daemon.driver("b", 2);
     let create = |driver: &mut Driver, pool: u32| {
-        assert!(driver.send(0, Request::PoolCreate { pool, flags: 0 }, vec![]));
+        // Private pools count as others do.
+        let flags = pool % 2 * wire::POOL_PRIVATE;
+        assert!(driver.send(0, Request::PoolCreate { pool, flags }, vec![]));
         driver.settle().unwrap();
         driver.model.pools().contains(&pool)
     };

@@ -280,8 +280,13 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
             }
             Request::Flush { pool, ranges }
         }
-        wire::T_POOL_CREATE if u64_at(body, 0) != 0 => return MALFORMED,
-        wire::T_POOL_CREATE => Request::PoolCreate { pool, flags: 0 },
+        wire::T_POOL_CREATE if u64_at(body, 0) & !u64::from(wire::POOL_PRIVATE) != 0 => {
+            return MALFORMED;
+        }
+        wire::T_POOL_CREATE => Request::PoolCreate {
+            pool,
+            flags: u32_at(body, 0),
+        },
         wire::T_POOL_DESTROY => Request::PoolDestroy { pool },
         wire::T_GENERATION => Request::Generation,
         wire::T_REPORT if u32_at(body, 4) > wire::R_POISONED => return MALFORMED,

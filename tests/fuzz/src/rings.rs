@@ -206,7 +206,10 @@ impl Player {
             12 => Request::PoolDestroy { pool },
             13 if seed & 2 != 0 => Request::Generation,
             13 => Request::Report(Box::new([seed & 1; 152])),
-            _ => Request::PoolCreate { pool, flags: 0 },
+            _ => Request::PoolCreate {
+                pool,
+                flags: u32::from(seed & 1) * virtio_tmem::POOL_PRIVATE,
+            },
         };
         let bend = input.u8();
         let mut encoded = request.encode(machine.model.generation());

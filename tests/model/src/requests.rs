@@ -132,7 +132,7 @@ pub enum Request {
     PoolCreate {
         /// Id of the new pool, which the driver chooses.
         pool: u32,
-        /// Flags of the pool. A correct driver sends 0.
+        /// Flags of the pool, `VIRTIO_TMEM_POOL_*`.
         flags: u32,
     },
     /// POOL_DESTROY: destroys a pool and its pages.

@@ -424,6 +424,7 @@ impl Policy for AdaptiveTwoQueue {
 mod tests {
     use super::super::unshared;
     use super::*;
+    use crate::index::Sharing;
     use crate::index::entry::{Content, Entry};
 
     /// Puts a page at ticks next to those at which the number of a tick repeats.
@@ -467,7 +468,7 @@ mod tests {
         fn new(kept_workingset: bool) -> Pair {
             let chunks = Chunks::some();
             let mut index = Index::new(1, 16, &chunks);
-            index.create_pool(1).unwrap();
+            index.create_pool(1, Sharing::Domain).unwrap();
             let pool = index.pool(1).unwrap();
             let mut policy = AdaptiveTwoQueue::new(1, chunks);
             let (shift, ranks) = (policy.duel.sample_shift(), policy.ranks);

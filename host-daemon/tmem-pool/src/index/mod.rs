@@ -54,12 +54,26 @@ pub(crate) struct Key {
 pub(crate) struct PoolRef {
     id: Id,
     serial: u64,
+    pub sharing: Sharing,
+}
+
+/// Which pages may share their bytes with equal pages of a pool. The values are integers because a
+/// pool's record may be zeroed memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Sharing {
+    /// Pages of all tenants of the trust domain, in pools of this kind.
+    #[default]
+    Domain = 0,
+    /// Pages of the same tenant, in pools of this kind.
+    Tenant = 1,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Pool {
     nr: u32,
     detached: bool,
+    sharing: Sharing,
     serial: u64,
     /// First object in the list of the pool's objects.
     objects: Id,
@@ -90,7 +104,8 @@ struct Object {
 // An object must be small, because each small file has one.
 const _: () = assert!(size_of::<Object>() == 56);
 
-// SAFETY: all fields of a pool record are integers, for which all bits zero is a valid value.
+// SAFETY: all fields of a pool record are integers, or have a value that is the integer 0. So all
+// bits zero is a valid value.
 unsafe impl Zeroed for Pool {}
 // SAFETY: all fields of an object record are integers, for which all bits zero is a valid value.
 unsafe impl Zeroed for Object {}
@@ -195,6 +210,7 @@ impl Index {
         self.live.get(&nr).map(|&id| PoolRef {
             id,
             serial: self.pools[id].serial,
+            sharing: self.pools[id].sharing,
         })
     }
 
@@ -211,11 +227,12 @@ impl Index {
     ///
     /// # Errors
     /// There is no memory.
-    pub(crate) fn create_pool(&mut self, nr: u32) -> Result<(), Full> {
+    pub(crate) fn create_pool(&mut self, nr: u32, sharing: Sharing) -> Result<(), Full> {
         debug_assert!(!self.live.contains_key(&nr));
         let serial = self.next_serial;
         let id = self.pools.insert(Pool {
             nr,
+            sharing,
             serial,
             ..Pool::default()
         })?;
@@ -589,14 +606,16 @@ impl Index {
 
     // ---- invariants ---------------------------------------------------------------------------
 
-    /// Recounts all sums of the index, and calls `page` with each entry.
+    /// Recounts all sums of the index, and calls `page` with each entry and the kind of its pool,
+    /// which is not known of an object that was detached without its pool.
     ///
     /// # Panics
     /// If the index contradicts itself.
-    pub(crate) fn check(&self, mut page: impl FnMut(Id, &Entry)) {
+    pub(crate) fn check(&self, mut page: impl FnMut(Id, &Entry, Option<Sharing>)) {
         let (mut objects, mut nodes, mut leaves, mut pages) = (0, 0, 0, 0);
         let mut check_list = |head: Id, pool: Id| {
             let (mut sum, mut prev, mut id) = (Gauges::default(), 0, head);
+            let sharing = (pool != 0).then(|| self.pools[pool].sharing);
             while id != 0 {
                 let object = &self.objects[id];
                 assert_eq!(
@@ -611,7 +630,7 @@ impl Index {
                     let entry = &self.entries[entry_id];
                     in_object.add(entry.gauges());
                     pages += 1;
-                    page(entry_id, entry);
+                    page(entry_id, entry, sharing);
                 });
                 nodes += counted.0;
                 leaves += counted.1;

@@ -36,7 +36,7 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
     let page = rng.below(70) + if rng.one_in(4) { 1 << 50 } else { 0 };
     assert_eq!(index.pool(nr).is_some(), model.pools.contains_key(&nr));
     let Some(pool) = index.pool(nr) else {
-        index.create_pool(nr).unwrap();
+        index.create_pool(nr, Sharing::Domain).unwrap();
         model.pools.insert(nr, BTreeMap::new());
         return;
     };
@@ -119,7 +119,7 @@ fn index_matches_a_nested_map_model() {
         for _ in 0..2000 {
             step(&mut rng, &mut index, &mut model);
             let mut ids = BTreeSet::new();
-            index.check(|id, _| assert!(ids.insert(id)));
+            index.check(|id, _, _| assert!(ids.insert(id)));
             let live = model.pools.values().flat_map(|pages| pages.values());
             assert_eq!(ids, live.chain(&model.detached).copied().collect());
             assert_eq!(index.detached.pages as usize, model.detached.len());
@@ -136,7 +136,7 @@ fn index_matches_a_nested_map_model() {
 fn index_memory_per_page_is_bounded() {
     let bytes_per_page = |objects: u64, pages: u64, apart: u64| {
         let mut index = Index::new(1, 1 << 22, &Chunks::some());
-        index.create_pool(1).unwrap();
+        index.create_pool(1, Sharing::Domain).unwrap();
         let pool = index.pool(1).unwrap();
         for object in 0..objects {
             for page in 0..pages {
@@ -165,7 +165,7 @@ fn index_memory_per_page_is_bounded() {
 #[test]
 fn index_memory_shrinks_as_pages_of_each_leaf_are_removed() {
     let mut index = Index::new(1, 1 << 22, &Chunks::some());
-    index.create_pool(1).unwrap();
+    index.create_pool(1, Sharing::Domain).unwrap();
     let pool = index.pool(1).unwrap();
     let add = |page| {
         let entry = Entry::new(page, 0, Content::Same(0), 0, false);
@@ -193,7 +193,7 @@ fn index_memory_shrinks_as_pages_of_each_leaf_are_removed() {
 fn object_map_shrinks_as_objects_are_removed() {
     const OBJECTS: u64 = 40_000;
     let mut index = Index::new(1, 1 << 22, &Chunks::some());
-    index.create_pool(1).unwrap();
+    index.create_pool(1, Sharing::Domain).unwrap();
     let pool = index.pool(1).unwrap();
     let add = |object| {
         let entry = Entry::new(object, 0, Content::Same(0), 0, false);
@@ -209,7 +209,7 @@ fn object_map_shrinks_as_objects_are_removed() {
         "the object map still takes {} of {full_bytes} B after 19 of 20 objects were removed",
         index.map.bytes()
     );
-    index.check(|_, _| {});
+    index.check(|_, _, _| {});
     for object in (0..OBJECTS).filter(|object| object % 20 == 0) {
         assert_eq!(index.find(pool, object, 0), ids[object as usize]);
     }
@@ -221,7 +221,7 @@ fn object_map_shrinks_as_objects_are_removed() {
 fn finding_a_page_of_a_freed_object_fails() {
     let mut rng = Rng::new(3);
     let mut index = Index::new(3, KEYS_MAX, &Chunks::some());
-    index.create_pool(1).unwrap();
+    index.create_pool(1, Sharing::Domain).unwrap();
     let pool = index.pool(1).unwrap();
     // Keep a second object, so that the memory of the object records is not released.
     index.insert(pool, 8, 0, entry(&mut rng)).unwrap();
@@ -232,7 +232,7 @@ fn finding_a_page_of_a_freed_object_fails() {
         assert_eq!(index.find(pool, 7, page), 0);
         let id = index.insert(pool, 7, page, entry(&mut rng)).unwrap();
         assert_eq!(index.find(pool, 7, page), id);
-        index.check(|_, _| {});
+        index.check(|_, _, _| {});
         assert_eq!(index.detach_object(pool, 7), 1);
         assert_eq!(index.find(pool, 7, page), 0);
     }

@@ -15,6 +15,7 @@ use crate::config::{EVICT_STEP_PAGES, Quota, TenantSpec};
 use crate::cost::{DROP_NS, DROP_SAME_NS, KEY_NS, RANGE_NS, REF_NS};
 use crate::engine::Engine;
 use crate::error::{AdmissionError, CreateError, NoPool};
+use crate::index::Sharing;
 use crate::index::entry::Content;
 use crate::request::{Flushed, Ref};
 use crate::state::{FLUSH_HASHES_MAX, Freed, Range, Reason};
@@ -122,7 +123,17 @@ impl Tenant {
     /// `Exists` if the tenant already has a live pool with this number, `Limit` if the tenant has
     /// too many pools.
     pub fn create_pool(&self, id: u32) -> Result<(), CreateError> {
-        self.0.lock().create_pool(id)
+        self.0.lock().create_pool(id, Sharing::Domain)
+    }
+
+    /// Creates an empty pool as [`create_pool`](Self::create_pool) does, whose pages are never
+    /// stored together with equal pages of other tenants, not even of the same trust domain. Pages
+    /// of the tenant's private pools may share their bytes with each other.
+    ///
+    /// # Errors
+    /// As for `create_pool`.
+    pub fn create_private_pool(&self, id: u32) -> Result<(), CreateError> {
+        self.0.lock().create_pool(id, Sharing::Tenant)
     }
 
     /// Returns whether the tenant has a pool with this number.

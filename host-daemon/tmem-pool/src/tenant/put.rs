@@ -140,9 +140,10 @@ impl Tenant {
         let blobs = &mut blobs[..raw_room.min(pages.len())];
         let reserved = engine.reserve_raw(blobs, &mut steps);
         let blobs = &blobs[..reserved];
+        let domain = self.0.tenant.domain(pool.sharing);
         let mut copies = Copies::new(&engine.store, blobs);
         for ((put, copy), &blob) in pages.iter().zip(&mut copies.raw).zip(blobs) {
-            *copy = engine.store.put_raw(blob, self.0.tenant.domain(), put.page);
+            *copy = engine.store.put_raw(blob, domain, put.page);
         }
         let raw = copies.keep();
         let room = Room {

@@ -17,8 +17,8 @@ use crate::index::Key;
 use crate::index::entry::Content;
 use crate::tenant_shared::locked_times;
 use crate::{
-    Engine, GET_PAGES_MAX, Get, GetResult, PAGE_SIZE, Page, PageHash, PutResult, Quota, Tenant,
-    TenantSpec, Time,
+    Engine, GET_PAGES_MAX, Get, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Quota,
+    Tenant, TenantSpec, Time,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -56,6 +56,34 @@ fn equal_pages_of_a_trust_domain_are_stored_once() {
         assert_eq!(get(&b, 1, index, 1), Some(page));
     }
     assert_eq!(engine.stats().payload_bytes, 0);
+}
+
+#[test]
+fn pages_of_private_pools_are_stored_apart_from_those_of_other_tenants_and_pools() {
+    const PRIVATE: u32 = POOL + 1;
+    let engine = new_engine(1 << 20);
+    let page = partly_noise(1, 4);
+    let tenants = ["a", "b"].map(|name| add(&engine, name, Some("web"), OPEN));
+    for tenant in &tenants {
+        tenant.create_private_pool(PRIVATE).unwrap();
+        for (pool, index) in [(POOL, 0), (PRIVATE, 0), (PRIVATE, 1)] {
+            let put = Put {
+                object: 1,
+                index,
+                cookie: 1,
+                workingset: false,
+                page: &page,
+            };
+            let mut results = [PutResult::Refused];
+            tenant.put(pool, &[put], &mut results).unwrap();
+            assert_eq!(results, [PutResult::Stored]);
+        }
+    }
+    maintain_all(&engine);
+    engine.check_invariants();
+    // One copy for both pools that are not private, and one for the private pool of each tenant.
+    let stats = engine.stats();
+    assert_eq!((stats.pages, stats.blobs), (6, 3));
 }
 
 /// A page is removed while it is raw, and the next page gets its entry and its blob. The queue of raw
@@ -267,7 +295,7 @@ fn equal_pages_prepared_by_two_workers_at_once_are_stored_once() {
     let Content::Blob(blob) = finalized[0].content else {
         panic!("the finalized page has no blob");
     };
-    store.check(&[(blob, (0, 2))].into());
+    store.check(&[(blob, (None, 2))].into());
     store.release_all(&finalized.map(|page| page.content));
     store.check(&[].into());
     store.heap.check(0);
@@ -300,7 +328,7 @@ fn release_all_drops_each_reference_to_a_blob_once() {
     }
     for &content in &contents {
         if let Content::Raw(blob) | Content::Blob(blob) = content {
-            refs.entry(blob).or_insert((0, 0)).1 += 1;
+            refs.entry(blob).or_insert((None, 0)).1 += 1;
         }
     }
     store.check(&refs);

@@ -333,7 +333,7 @@ fn a_blob_is_recompressed_once_by_two_threads() {
         assert_eq!(read, Ok(()));
         let worked = sweeping.map(|thread| thread.join().unwrap());
         assert!(worked.contains(&true));
-        store.check(&HashMap::from([(blob, (0, 1))]));
+        store.check(&HashMap::from([(blob, (None, 1))]));
         store.release_content(content);
         store.check(&HashMap::new());
     });

@@ -244,11 +244,18 @@ pub fn execute<'vm>(
         Body::Generation => return guest.answer_generation(context.generation).map(Some),
         _ if stale => Some(wire::S_STALE),
         Body::Flush { ranges } => flush(context, pool, ranges, progress),
-        Body::PoolCreate => Some(match vm.tenant.create_pool(pool) {
-            Ok(()) => wire::S_OK,
-            Err(CreateError::Exists) => wire::S_BAD,
-            Err(CreateError::Limit) => wire::S_LIMIT,
-        }),
+        Body::PoolCreate { private } => {
+            let created = if *private {
+                vm.tenant.create_private_pool(pool)
+            } else {
+                vm.tenant.create_pool(pool)
+            };
+            Some(match created {
+                Ok(()) => wire::S_OK,
+                Err(CreateError::Exists) => wire::S_BAD,
+                Err(CreateError::Limit) => wire::S_LIMIT,
+            })
+        }
         Body::PoolDestroy => destroy_pool(context, pool),
         Body::Report(report) => {
             vm.set_report(**report);

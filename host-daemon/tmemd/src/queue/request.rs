@@ -65,7 +65,10 @@ pub enum Body<'a> {
         ranges: &'a [Range],
     },
     /// POOL_CREATE: creates the pool with the number in the header.
-    PoolCreate,
+    PoolCreate {
+        /// True if pages of the pool are never shared with other VMs.
+        private: bool,
+    },
     /// POOL_DESTROY: destroys the pool with the number in the header.
     PoolDestroy,
     /// REPORT: reports counters of the guest's driver.
@@ -269,13 +272,16 @@ fn flush(rest: &[u8], count: usize) -> Result<Body<'_>, Rejected> {
 
 fn pool_create(rest: &[u8]) -> Result<Body<'_>, Rejected> {
     let create = PoolCreate::ref_from_bytes(rest).map_err(|_| BAD)?;
-    if create.flags.get() != 0 {
+    let flags = create.flags.get();
+    if flags & !wire::POOL_PRIVATE != 0 {
         return Err(UNSUPPORTED);
     }
     if create.reserved.get() != 0 {
         Err(BAD)
     } else {
-        Ok(Body::PoolCreate)
+        Ok(Body::PoolCreate {
+            private: flags & wire::POOL_PRIVATE != 0,
+        })
     }
 }
 
@@ -370,6 +376,12 @@ mod tests {
             (Request, wire::T_FLUSH, 1, range(1, 0, 0).as_bytes().into()),
             (Request, wire::T_REF, 1, ref_page(1, 0, 1).as_bytes().into()),
             (Control, wire::T_POOL_CREATE, 0, vec![0; 8]),
+            (
+                Control,
+                wire::T_POOL_CREATE,
+                0,
+                vec![1, 0, 0, 0, 0, 0, 0, 0],
+            ),
             (Control, wire::T_POOL_DESTROY, 0, vec![]),
             (Control, wire::T_REPORT, 0, vec![0; size_of::<Report>()]),
             (
@@ -422,7 +434,7 @@ mod tests {
                 }
                 (wire::T_FLUSH, Body::Flush { ranges }) => assert_eq!(ranges, [range(1, 0, 0)]),
                 (wire::T_REF, Body::Ref { pages }) => assert_eq!(pages, [ref_page(1, 0, 1)]),
-                (wire::T_POOL_CREATE, Body::PoolCreate) => {}
+                (wire::T_POOL_CREATE, Body::PoolCreate { .. }) => {}
                 (wire::T_POOL_DESTROY, Body::PoolDestroy) => {}
                 (wire::T_REPORT, Body::Report(_)) => {}
                 (wire::T_LATENCIES, Body::Latencies(_)) => {}

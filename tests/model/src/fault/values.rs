@@ -162,8 +162,8 @@ pub(super) fn all() -> Vec<Fault> {
     out.push(bent("report of an unknown state", BAD, report, move |e| {
         e.patch(BODY + 4, &unknown_state)
     }));
-    out.push(bent("create with flag 1", UNSUPPORTED, create, |e| {
-        e.patch(BODY, &[1])
+    out.push(bent("create with flag 2", UNSUPPORTED, create, |e| {
+        e.patch(BODY, &[2])
     }));
     out.push(bent("create with flag 2^31", UNSUPPORTED, create, |e| {
         e.patch(BODY + 3, &[128])

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Slots of swap areas: which were freed, and the hooks that see it. swap.c has the swap areas.
+ *
+ * The kernel does not overwrite a slot that it frees. So that its bytes leave the host, the hooks
+ * set a bit for each freed slot, and a work item of swap.c erases these slots. A page is not put
+ * while its slot has the bit set. A write of the slot clears the bit and erases the slot.
+ */
+#include <linux/bio.h>
+#include <linux/swap.h>
+#include <linux/swapops.h>
+
+#include "blocks.h"
+#include "swap.h"
+
+bool tmem_swap_on;
+struct swap_area __rcu *tmem_swap_areas[MAX_SWAPFILES];
+struct block_device *tmem_swap_noted[MAX_SWAPFILES];
+unsigned long tmem_swap_files;
+struct delayed_work tmem_swap_work;
+
+/* --- slots --------------------------------------------------------------------------------- */
+
+static swp_entry_t entry_of(struct folio *folio)
+{
+	return (swp_entry_t){ .val = (unsigned long)folio->private };
+}
+
+/*
+ * Returns whether a page is in the swap cache, and belongs to a swap area. The folio is locked or
+ * under writeback. Context: any.
+ */
+bool tmem_swap_has(struct folio *folio, const struct super_block *sb)
+{
+	return folio_test_swapcache(folio) &&
+	       swp_type(entry_of(folio)) == tmem_swap_type_of(sb);
+}
+
+/*
+ * Returns whether a page of a swap area has the slot at a place, in bytes. So the kernel frees the
+ * block under the number that the driver knows. Context: any.
+ */
+bool tmem_swap_is_slot(struct page *page, u64 place)
+{
+	struct folio *folio = page_folio(page);
+
+	return swp_offset(entry_of(folio)) + folio_page_idx(folio, page) == place >> PAGE_SHIFT;
+}
+
+/* Returns the swap area of a number. The caller is in an RCU read section. */
+static struct swap_area *area_of(unsigned int type)
+{
+	return type < MAX_SWAPFILES ? rcu_dereference(tmem_swap_areas[type]) : NULL;
+}
+
+/* Returns whether the slot of a block was freed, and not used again. Context: any. */
+bool tmem_swap_is_freed(const struct super_block *sb, u32 block)
+{
+	const struct swap_area *area;
+	bool freed;
+
+	rcu_read_lock();
+	area = area_of(tmem_swap_type_of(sb));
+	freed = !area || block >= area->nr || test_bit(block, area->freed);
+	rcu_read_unlock();
+	return freed;
+}
+
+/*
+ * Notes that a slot is written. Returns whether its former bytes must leave the host, because it
+ * was freed before. If many flushes wait, leaves the slot to the work item, and its page is not
+ * put. Context: any.
+ */
+bool tmem_swap_reuse(const struct super_block *sb, u32 block)
+{
+	struct swap_area *area;
+	bool freed;
+
+	rcu_read_lock();
+	area = area_of(tmem_swap_type_of(sb));
+	freed = area && block < area->nr && test_bit(block, area->freed) &&
+		!tmem_flushes_wait() && test_and_clear_bit(block, area->freed);
+	rcu_read_unlock();
+	return freed;
+}
+
+/*
+ * Notes that the kernel has freed slots: one, or up to a cluster of 512. Context: any but NMI, with
+ * locks of the swap area.
+ */
+static void __maybe_unused slots_freed(unsigned int type, unsigned long first, unsigned long nr)
+{
+	struct swap_area *area;
+
+	if (!READ_ONCE(tmem_swap_on))
+		return;
+	rcu_read_lock();
+	area = area_of(type);
+	if (area && first < area->nr) {
+		tmem_set_bits(area->freed, first, min(nr, area->nr - first));
+		/* Set the bits before reading the flag; pairs with erase_freed(). */
+		smp_mb__after_atomic();
+		if (!READ_ONCE(area->any))
+			WRITE_ONCE(area->any, true);
+	}
+	rcu_read_unlock();
+}
+
+#ifdef TMEM_INTREE
+
+/* The patches have no hooks of slots, so a driver in the kernel serves no swap area. */
+const struct tmem_target tmem_swap_targets[] = { {} };
+
+#elif TMEM_SWAP_FREES_ENTRIES
+
+/* The kernel calls zswap_invalidate() for each slot that it frees, whether zswap is on or not. */
+static void entry_freed(struct tmem_args *args)
+{
+	swp_entry_t entry = { .val = tmem_arg(args, 0) };
+
+	slots_freed(swp_type(entry), swp_offset(entry), 1);
+}
+
+const struct tmem_target tmem_swap_targets[] = {
+	{ .name = "zswap_invalidate", .hook = TMEM_HOOK_SWAP, .entry = entry_freed },
+	{}
+};
+
+#elif TMEM_SWAP_FREES_SLOTS
+
+/*
+ * A slot that is freed may wait for others in a list of the processor. Then the kernel frees it for
+ * good, with the shadow of its folio.
+ */
+static void entry_freed(struct tmem_args *args)
+{
+	swp_entry_t entry = { .val = tmem_arg(args, 0) };
+
+	slots_freed(swp_type(entry), swp_offset(entry), 1);
+}
+
+static void entry_cleared(struct tmem_args *args)
+{
+	unsigned long first = tmem_arg(args, 1), last = tmem_arg(args, 2);
+
+	slots_freed(tmem_arg(args, 0), first, last - first + 1);
+}
+
+const struct tmem_target tmem_swap_targets[] = {
+	{ .name = "free_swap_slot", .hook = TMEM_HOOK_SWAP, .entry = entry_freed },
+	{ .name = "clear_shadow_from_swap_cache", .hook = TMEM_HOOK_SWAP, .entry = entry_cleared },
+	{}
+};
+
+#else
+
+const struct tmem_target tmem_swap_targets[] = { {} };
+
+#endif
+
+/* --- discovery ------------------------------------------------------------------------------- */
+
+/*
+ * Has the work item examine the swap area of a bio that is being submitted, if it is not known.
+ * Context: any but NMI.
+ */
+void tmem_swap_note(struct bio *bio)
+{
+	struct folio *folio = page_folio(bio_page(bio));
+	struct block_device *bdev = bio->bi_bdev;
+	const struct swap_area *area;
+	swp_entry_t entry;
+	unsigned int type;
+	bool known;
+
+	/* The sector of a bio that is submitted again may count by the whole disk. */
+	if (!folio_test_swapcache(folio) || !folio_test_writeback(folio) ||
+	    bio_flagged(bio, BIO_REMAPPED))
+		return;
+	entry = entry_of(folio);
+	type = swp_type(entry);
+	if (type >= MAX_SWAPFILES)
+		return;
+	if (bio->bi_iter.bi_sector != (sector_t)swp_offset(entry) * TMEM_BLOCK_SECTORS) {
+		if (!test_bit(type, &tmem_swap_files) && !test_and_set_bit(type, &tmem_swap_files))
+			mod_delayed_work(tmem_system_wq, &tmem_swap_work, 0);
+		return;
+	}
+	rcu_read_lock();
+	area = area_of(type);
+	known = area && area->bdev == bdev;
+	rcu_read_unlock();
+	if (known || READ_ONCE(tmem_swap_noted[type]))
+		return;
+	if (!tmem_bdev_hold(bdev))
+		return;
+	if (cmpxchg(&tmem_swap_noted[type], NULL, bdev))
+		tmem_bdev_put(bdev);	/* does not sleep: the swap area has a reference */
+	else
+		mod_delayed_work(tmem_system_wq, &tmem_swap_work, 0);
+}
+
+/* Has the work item run soon. Context: any but NMI. */
+void tmem_swap_soon(void)
+{
+	mod_delayed_work(tmem_system_wq, &tmem_swap_work, 0);
+}
+
+/*
+ * Forgets the swap area of a device that is being mounted, so that the file system can have an area
+ * there. Sleeps; may wait for the transfers of disks whose swap areas have ended, too.
+ */
+void tmem_swap_settle(const struct block_device *bdev)
+{
+	const struct swap_area *area;
+	bool found = false;
+	unsigned int type;
+
+	if (!READ_ONCE(tmem_swap_on))
+		return;
+	rcu_read_lock();
+	for (type = 0; type < MAX_SWAPFILES; type++) {
+		area = area_of(type);
+		found |= area && area->bdev == bdev;
+	}
+	rcu_read_unlock();
+	if (!found)
+		return;
+	tmem_swap_soon();
+	flush_delayed_work(&tmem_swap_work);
+}
