@@ -20,7 +20,7 @@ core/check.h
 virtio_tmem_ioctl.h tmem.h testing.h trace.h
 core/fallback.h core/stats_list.h core/wait.h hooks/attach.h
 core/stats.h hooks/hooks.h
-core/core.h hooks/fs.h hooks/blocks.h
+core/core.h hooks/fs.h hooks/blocks.h hooks/swap.h
 core/slot.h core/budget.h core/control.h core/get.h
 core/wake.h core/leaf.h
 core/index.h
@@ -36,6 +36,7 @@ core/fetch
 core/sync
 core/transport
 hooks/state hooks/bdev
+hooks/slots
 hooks/fs
 hooks/ftrace hooks/verify hooks/refuse hooks/mounts hooks/records
 hooks/areas hooks/device
@@ -45,7 +46,7 @@ hooks/fadvise hooks/selftest
 hooks/put
 hooks/tracepoints
 hooks/discover
-hooks/vfs hooks/reclaim hooks/migrate hooks/readahead
+hooks/swap hooks/vfs hooks/reclaim hooks/migrate hooks/readahead
 hooks/init
 main
 """

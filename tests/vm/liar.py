@@ -447,7 +447,8 @@ class Liar:
             return self._pool(chain, lie)
         if kind == T_GENERATION:
             return self._tell_generation(chain, lie)
-        known = kind != T_LATENCIES or lie != "older"
+        flags = int.from_bytes(body[:4], "little") if kind == T_POOL_CREATE else 0
+        known = lie != "older" or (kind != T_LATENCIES and not flags)
         self._write(chain, bytes([OK if known else UNSUPPORTED]) + bytes(7))
         return 8
 

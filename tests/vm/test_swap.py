@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Swap partitions are cached in private pools, and freed slots leave the host."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import struct
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+from driver import (
+    DEADLINE_MS,
+    DISK_BYTES,
+    DM,
+    HOOK_BITS,
+    MODULE,
+    SYSFS,
+    WHERE,
+    driver_guest,
+    driver_vm,
+    growth,
+    load,
+    programs,
+    seed,
+    set_parameter,
+    settle,
+    start_daemon,
+    state,
+    stats,
+    wait_state,
+)
+from liar import Liar
+from test_files import check_cached, there
+from test_mounts import Mount
+from test_refused import write
+
+from harness import disk
+from harness.daemon import Daemon, Tenant
+from harness.disk import Disk
+from harness.guest import Guest, Job
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem
+from harness.wait import scaled, until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+SWAPPER = "/bin/swapper"
+SWAP_BYTES = 512 * MIB
+MEMORY_BYTES = 192 * MIB
+# Memory of the torture program in MiB: more than the guest's.
+TORTURE_MIB = 200
+MARKED_MIB = 16
+PAGE = 4096
+# From linux/fs.h: an ioctl of /proc/PID/pagemap, and a category of pages.
+PAGEMAP_SCAN = 0xC0606610
+PAGE_IS_PRESENT = 1 << 3
+REGIONS = 4096
+# The pool reserves much more address space than this. Smaller mappings are threads' buffers, in
+# which the pages of the last get stay.
+POOL_BYTES_MIN = 1 << 30
+CGROUPS = "/sys/fs/cgroup"
+GROUP = f"{CGROUPS}/marked"
+# Time in seconds after which the bytes of freed slots are not at the host any more.
+FREED_SECONDS = 5.0
+
+
+class Swap:
+    """A disk of the guest that is used as a swap area."""
+
+    def __init__(self, guest: Guest, name: str = "swap") -> None:
+        self.guest = guest
+        self.device = f"/dev/{guest.disk(name)}"
+        number = guest.read(f"/sys/block/{guest.disk(name)}/dev")
+        self.path = f"{SYSFS}/mounts/swap-{number}"
+
+    def on(self) -> None:
+        self.guest.sh(f"mkswap {self.device} >/dev/null && swapon {self.device}")
+
+    def off(self) -> None:
+        self.guest.sh(f"swapoff {self.device}", 300)
+
+    def exists(self) -> bool:
+        return self.guest.run(f"test -d {self.path}").status == 0
+
+    def serve(self) -> None:
+        """Writes to the swap area until the driver serves it."""
+
+        def served() -> bool:
+            self.guest.run(f"timeout 5 {SWAPPER} mark unused 1", 30)
+            return self.exists() and self.read("state") == "on"
+
+        self.on()
+        until(served, 60, f"the driver serves {self.device}")
+
+    def read(self, name: str) -> str:
+        return self.guest.read(f"{self.path}/{name}")
+
+    def count(self, name: str) -> int:
+        return int(self.read(name))
+
+
+def boot(session: Session, kernel: Kernel, module: Path, parameters: str, **more: Any) -> Guest:
+    """Boots a guest with an ext4 at /mnt and a disk "swap"."""
+    name = more.get("name", "vm1")
+    data = disk.ext4(session.directory / f"{name}-data.img", DISK_BYTES)
+    swap = disk.blank(session.directory / f"{name}-swap.img", SWAP_BYTES)
+    guest = driver_vm(
+        session,
+        kernel,
+        module,
+        more.pop("tmem"),
+        memory_bytes=MEMORY_BYTES,
+        cpus=2,
+        disks=[Disk("data", data), Disk("swap", swap), *more.pop("disks", ())],
+        files=programs(SWAPPER, DM),
+        **more,
+    ).start()
+    load(guest, f"swap=1 {parameters}")
+    return guest
+
+
+def guest_state_has(guest: Guest, text: str) -> bool:
+    return text in state(guest)
+
+
+def torture(guest: Guest, rounds: int) -> None:
+    done = guest.run(f"{SWAPPER} {seed()} {TORTURE_MIB} {rounds}", 600)
+    assert done.status == 0, f"{done.text}\n{state(guest)}\n{stats(guest)}"
+
+
+def mark(guest: Guest, text: str) -> tuple[Job, int]:
+    """Starts a process whose pages are swapped out, and not in memory.
+
+    Returns its job and its process number.
+    """
+    guest.sh(
+        f"mountpoint -q {CGROUPS} || mount -t cgroup2 cgroup {CGROUPS};"
+        f" echo +memory >{CGROUPS}/cgroup.subtree_control; mkdir -p {GROUP}"
+    )
+    command = f"echo $$ >{GROUP}/cgroup.procs; exec {SWAPPER} mark {text} {MARKED_MIB}"
+    job = guest.start(command, 600)
+    until(lambda: b"marked" in job.stdout() or job.done(), 120, "the pages are swapped out")
+    assert not job.done(), job.wait().text
+
+    def dropped() -> bool:
+        # The swap cache has the pages until reclaim finds them again. The put ring has space for
+        # some of them. A write fails if reclaim finds fewer pages than it asks for.
+        guest.run(
+            f"for i in $(seq {MARKED_MIB}); do echo 1M >{GROUP}/memory.reclaim; sleep 0.1; done", 60
+        )
+        return int(guest.read(f"{GROUP}/memory.current")) < MARKED_MIB * MIB // 8
+
+    until(dropped, 60, "the pages leave the swap cache")
+    return job, int(guest.sh("pidof swapper"))
+
+
+class Region(ctypes.Structure):
+    """struct page_region of the kernel: pages from `start` to `end`."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("start", "end", "categories")]
+
+
+def present(pagemap: BinaryIO, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Returns ranges of addresses that are in memory: most of the daemon's address space is not.
+
+    The kernel must be 6.7 or newer.
+    """
+    regions = (Region * REGIONS)()
+    while first < end:
+        scan = bytearray(
+            struct.pack(
+                "<12Q", 96, 0, first, end, 0, ctypes.addressof(regions), REGIONS, 0,
+                0, PAGE_IS_PRESENT, 0, PAGE_IS_PRESENT,
+            )
+        )  # fmt: skip
+        found = fcntl.ioctl(pagemap, PAGEMAP_SCAN, scan)
+        yield from ((region.start, region.end) for region in regions[:found])
+        first = struct.unpack("<12Q", scan)[4]
+
+
+def pool_pages(daemon: Daemon, text: bytes) -> int:
+    """Returns how often a text is in the memory of the daemon's pool."""
+    found = 0
+    proc = Path(f"/proc/{daemon.process.pid}")
+    with (
+        open(proc / "mem", "rb", 0) as memory,
+        open(proc / "pagemap", "rb", 0) as pagemap,
+    ):
+        for line in (proc / "maps").read_text().splitlines():
+            where, permissions, _, _, _, *name = line.split(maxsplit=5)
+            first, end = (int(part, 16) for part in where.split("-"))
+            guest = "memory-backend" in "".join(name)
+            if not permissions.startswith("rw") or guest or end - first < POOL_BYTES_MIN:
+                continue
+            for begin, behind in present(pagemap, first, end):
+                memory.seek(begin)
+                left = behind - begin
+                while left and (part := memory.read(min(left, 1 << 20))):
+                    found += part.count(text)
+                    left -= len(part)
+    return found
+
+
+def test_anonymous_memory_is_right_and_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    daemon = start_daemon(session)
+    guest = boot(session, kernel, module, "verify_every=0", tmem=Tmem(daemon.socket("vm1")))
+    assert int(guest.read(f"{SYSFS}/hooks"), 0) & HOOK_BITS["swap"]
+    swap = Swap(guest)
+    swap.serve()
+    torture(guest, 600)
+    figures = stats(guest)
+    assert swap.count("puts") > 1000 and swap.count("hits") > 500, figures
+    assert figures["mismatches"] == 0 and swap.read("state") == "on"
+
+    # The module can be unloaded and loaded again while the swap area is used.
+    job = guest.start(f"{SWAPPER} {seed()} {TORTURE_MIB} 600", 600)
+    for _ in range(3):
+        guest.sh("rmmod virtio_tmem", 120)
+        guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0 swap=1")
+        wait_state(guest, "on")
+    done = job.wait()
+    assert done.status == 0, done.text
+    until(lambda: swap.exists() and swap.read("state") == "on", 60, "the swap area is served")
+
+    # Each hit is compared with the disk.
+    set_parameter(guest, "verify_every", "1")
+    before = stats(guest)
+    torture(guest, 200)
+    grown = growth(before, stats(guest))
+    assert grown["verified_hits"] > 100 and not grown["mismatches"], grown
+    set_parameter(guest, "verify_every", "0")
+
+    # swapoff reads all pages, and another swap area on the device has none of them.
+    job, pid = mark(guest, "swapped_off")
+    swap.off()
+    until(lambda: not swap.exists(), 30, "the driver forgets the swap area")
+    guest.sh(f"kill {pid}")
+    job.wait()
+    swap.serve()
+    torture(guest, 100)
+    swap.off()
+
+    # A file system on the device is served, even if it is mounted at once.
+    guest.sh(f"mke2fs -q -b {PAGE} {swap.device} && mkdir /other && mount {swap.device} /other")
+    Mount(guest, "/other").wait("on")
+    check_cached(guest, write(guest, "/other/f"))
+
+
+@pytest.mark.parametrize("without", ["", "swap"])
+def test_freed_slots_leave_the_host(
+    session: Session, kernel: Kernel, test_module: Path, without: str
+) -> None:
+    """Without the hooks of freed slots, the bytes stay."""
+    daemon = start_daemon(session)
+    guest = boot(session, kernel, test_module, "verify_every=0", tmem=Tmem(daemon.socket("vm1")))
+    swap = Swap(guest)
+    swap.serve()
+    set_parameter(guest, "test_hooks_off", without)
+    text = "residue0123456789"
+    job, pid = mark(guest, text)
+    settle(guest)
+    pages = MARKED_MIB * MIB // PAGE
+    held = swap.count("held_pages")
+    assert held > pages * 3 // 4, f"{held} of {pages} pages: {stats(guest)}"
+    assert pool_pages(daemon, text.encode()) > held // 2
+    guest.sh(f"kill -9 {pid}")
+    job.wait()
+    time.sleep(scaled(FREED_SECONDS))
+    left = swap.count("held_pages"), pool_pages(daemon, text.encode())
+    if without:
+        assert min(left) > held // 2
+    else:
+        assert left == (0, 0), stats(guest)
+        assert stats(guest)["flushes_dropped"] == 0
+
+
+def test_page_of_a_slot_freed_during_its_put_leaves_the_host(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The process ends while its pages are in the put ring."""
+    daemon = start_daemon(session)
+    guest = boot(session, kernel, module, "verify_every=0", tmem=Tmem(daemon.socket("vm1")))
+    swap = Swap(guest)
+    swap.serve()
+    text = "inflight0123456789"
+    daemon.pause()
+    job, pid = mark(guest, text)
+    guest.sh(f"kill -9 {pid}")
+    job.wait()
+    time.sleep(2)
+    daemon.resume()
+    time.sleep(scaled(FREED_SECONDS))
+    assert (swap.count("held_pages"), pool_pages(daemon, text.encode())) == (0, 0), stats(guest)
+
+
+@pytest.mark.parametrize("without", ["", "private"])
+def test_pages_are_not_shared_with_other_vms(
+    session: Session, kernel: Kernel, test_module: Path, without: str
+) -> None:
+    """Two VMs of a trust domain have equal pages. They are shared if the pool is not private."""
+    daemon = start_daemon(
+        session, Tenant("vm1", trust_domain="all"), Tenant("vm2", trust_domain="all")
+    )
+    guests = []
+    for name in ("vm1", "vm2"):
+        parameters = f"verify_every=0 test_blocks_without={without}"
+        tmem = Tmem(daemon.socket(name))
+        guest = boot(session, kernel, test_module, parameters, tmem=tmem, name=name)
+        swap = Swap(guest)
+        swap.serve()
+        mark(guest, "equal")
+        settle(guest)
+        assert swap.count("held_pages") > MARKED_MIB * MIB // PAGE // 2, stats(guest)
+        guests.append(guest)
+    time.sleep(2)
+    shared = daemon.stats()["pool"]["shared_pages"]
+    assert shared > 1000 if without else shared < 100, daemon.stats()
+
+
+def test_swap_areas_that_are_not_served(session: Session, kernel: Kernel, module: Path) -> None:
+    modules = there(kernel, "loop", "dm_mod", "zram", "brd")
+    daemon = start_daemon(session)
+    guest = boot(
+        session,
+        kernel,
+        module,
+        "verify_every=0",
+        tmem=Tmem(daemon.socket("vm1")),
+        modules=modules,
+    )
+    device = Swap(guest).device
+    guest.sh(f"truncate -s 64M {WHERE}/loop && losetup /dev/loop0 {WHERE}/loop")
+    sectors = SWAP_BYTES // 512
+    linear = guest.sh(f"{DM} linear 0 {sectors} linear '{device} 0'").strip()
+    refused = {
+        "/dev/loop0": "the disk is a loop device",
+        linear: "the disk is stacked, or in memory",
+    }
+    # Before 6.3, the kernel writes to such disks without a bio. zram needs a module for its
+    # algorithm.
+    if kernel.version < (6, 3):
+        modules = []
+    if "zram" in modules and not guest.run("echo 64M >/sys/block/zram0/disksize").status:
+        refused["/dev/zram0"] = "the disk is stacked, or in memory"
+    if "brd" in modules:
+        refused["/dev/ram0"] = "the disk is stacked, or in memory"
+    for path, reason in refused.items():
+        number = guest.read(f"/sys/block/{Path(path).name}/dev")
+        guest.sh(f"mkswap {path} >/dev/null && swapon {path}")
+        guest.run(f"timeout 10 {SWAPPER} mark refused 4", 30)
+        text = f"swap-{number} is refused: {reason}"
+        until(partial(guest_state_has, guest, text), 30, f"{path} is refused")
+        guest.sh(f"swapoff {path}", 60)
+        until(lambda: "refused" not in state(guest), 30, f"{path} is forgotten")
+
+    file = f"{WHERE}/swapfile"
+    guest.sh(f"dd if=/dev/zero of={file} bs=1M count=32 2>/dev/null; mkswap {file}; swapon {file}")
+    guest.run(f"timeout 10 {SWAPPER} mark refused 4", 30)
+    until(lambda: "swap files are not served" in guest.sh("dmesg"), 30, "the file is refused")
+    guest.sh(f"swapoff {file}", 60)
+    assert stats(guest)["mismatches"] == 0
+
+
+def test_swap_is_off_by_default(session: Session, kernel: Kernel, module: Path) -> None:
+    swap_image = disk.blank(session.directory / "swap.img", SWAP_BYTES)
+    data = disk.ext4(session.directory / "data.img", DISK_BYTES)
+    guest = driver_guest(
+        session,
+        kernel,
+        module,
+        disks=[Disk("data", data), Disk("swap", swap_image)],
+        files=programs(SWAPPER),
+    )
+    swap = Swap(guest)
+    swap.on()
+    guest.run(f"timeout 10 {SWAPPER} mark off 4", 30)
+    assert not swap.exists()
+    assert not int(guest.read(f"{SYSFS}/hooks"), 0) & HOOK_BITS["swap"]
+
+
+def test_host_without_private_pools_gets_no_page(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    with Liar(session.directory / "liar") as liar:
+        liar.lie = "older"
+        guest = boot(session, kernel, module, "verify_every=0", tmem=Tmem(liar.path))
+        swap = Swap(guest)
+        swap.on()
+
+        def blocked() -> bool:
+            guest.run(f"timeout 5 {SWAPPER} mark unused 1", 30)
+            return swap.exists() and "the host has no private pools" in swap.read("state")
+
+        until(blocked, 60, "the swap area is blocked")
+        assert swap.count("puts") == 0
+        # File systems are served as before.
+        assert state(guest) == "on"
