@@ -172,7 +172,7 @@ static void area_remove(unsigned int type)
 	/* From here on, no page of the area is put (tmem_swap_is_freed()). */
 	synchronize_rcu_expedited();
 	if (area->fs) {
-		/* Do not keep the bytes while the next call waits. */
+		/* The bytes leave the host now, although the next call may wait. */
 		tmem_pool_empty(area->fs->pool);
 		tmem_fs_drop(tmem_swap_sb(type));
 	}
@@ -181,7 +181,7 @@ static void area_remove(unsigned int type)
 	kfree(area);
 }
 
-/* Returns whether a device is no swap area any more, or another one. */
+/* Returns whether the device of a swap area belongs to another holder, or to none. */
 static bool is_gone(const struct swap_area *area)
 {
 	return READ_ONCE(area->bdev->bd_holder) != area->holder;
@@ -210,7 +210,7 @@ static void area_add(unsigned int type, struct block_device *bdev)
 	struct tmem_fs *fs;
 	unsigned int i;
 
-	/* A device has one swap area. Its number may belong to another device now. */
+	/* A device has one swap area. Its device number may have been of another partition. */
 	for (i = 0; i < MAX_SWAPFILES; i++)
 		if (i == type || (area_at(i) && area_at(i)->bdev->bd_dev == bdev->bd_dev))
 			area_remove(i);

@@ -12,7 +12,7 @@
 /* A swap partition, also one that is refused. Freed after a grace period of RCU. */
 struct swap_area {
 	struct block_device *bdev;
-	const void *holder;		/* who has claimed the device; only compared */
+	const void *holder;		/* bd_holder of the device; only compared */
 	struct tmem_fs *fs;		/* NULL if there was no memory; written once */
 	unsigned long nr;		/* number of slots, or 0 if the partition is not served */
 	unsigned long *freed;		/* slots that were freed and not erased yet */
