@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * State of a get, which the files that request pages and take answers share. hooks/fill.c gets
- * pages with tmem_fetch_start().
+ * State of a fetch, which the files that request pages and take answers share. hooks/fill.c begins
+ * fetches with tmem_fetch_start().
  */
 #ifndef _TMEM_GET_H
 #define _TMEM_GET_H
@@ -26,19 +26,21 @@
  */
 #define TMEM_FETCH_PAGES_MAX	128
 
-/* A request in flight of a get. */
+/* A get request of a fetch, in flight. */
 struct tmem_fetch_sent {
 	/* NULL if the request was abandoned: it belongs to the device, and so do its fields */
 	struct tmem_get_req *get;
 	struct tmem_queue *queue;
 	u64 object;
-	unsigned int first;		/* first page, counted from the first page of the get */
+	unsigned int first;		/* first page, counted from the start of the fetch */
 	unsigned int count;
 };
 
 /*
- * A get for which no task waits. The caller of tmem_fetch_start() sets the first group of fields,
- * and all others to 0. It keeps the structure until the function returns true or calls done().
+ * Fetch: the gets for pages of one READ bio. It ends when all of them are answered, or at the
+ * deadline. No task waits for it in this driver. The caller of tmem_fetch_start() sets the first
+ * group of fields, and all others to 0. It keeps the structure until the function returns true or
+ * calls done().
  */
 struct tmem_fetch {
 	struct tmem_key key;

@@ -50,7 +50,7 @@ struct tmem_flush_range {
 	u64 index;
 	u64 nr_pages;
 	u32 pool;
-	u32 epoch;
+	u32 epoch;		/* dev->epoch when the range was queued */
 	bool must;		/* see tmem_queue_flush() */
 };
 

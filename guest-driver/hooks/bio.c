@@ -67,7 +67,7 @@ struct tracked {
 	sector_t area_start;		/* on the whole disk */
 	u32 area_first;
 	const struct super_block *sb;	/* of the area; only compared */
-	u32 epoch;
+	u32 epoch;			/* of the area at the submission, or 0 */
 	bool write;
 	/* the next segment, and its number */
 	struct bvec_iter iter;

@@ -138,7 +138,7 @@ fn a_device_reset_releases_guest_memory_and_empties_the_cache() {
 
 /// A drain refuses pages for which it has no time. Afterwards, the pool must contain neither a
 /// refused page nor an older version of it. The test stops the daemon while a drain waits for a
-/// batch, until the time limit of the drain has expired.
+/// batch, until the drain cut has passed.
 #[test]
 fn a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool() {
     let seed = seed("a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool");

@@ -32,7 +32,7 @@ use crate::transport::{
     BOUNCE, CONTROLS, GETS, PUT_SLOTS, PUTS, PendingRequest, QUERIES, Tag, Transport,
 };
 
-/// Longest time in nanoseconds that a fetch waits for the device.
+/// Longest time in nanoseconds that a fetch (the gets for a READ bio) waits for the device.
 pub const DEADLINE_NS: u64 = 20_000_000;
 /// Interval in nanoseconds at which the driver sends a report.
 const REPORT_NS: u64 = 1_000_000_000;
@@ -101,6 +101,8 @@ pub struct DriverModel {
     query_wanted: bool,
     /// Whether a GENERATION request was not answered in time.
     silent: bool,
+    /// Number that grows whenever the driver erases all index entries. The driver sends no puts,
+    /// flushes and references of an earlier epoch.
     epoch: u32,
     resync: bool,
     /// Id of the driver's pool at the device; 0 while the driver has no pool.

@@ -106,7 +106,8 @@ struct Bio {
     op: Op,
     parts: Vec<Part>,
     phase: Phase,
-    /// Interval of the driver in which the bio was submitted; None if the driver does not track it.
+    /// Epoch of the driver's records at the submission of the bio, 0 outside of an interval; None
+    /// if the driver does not track the bio.
     epoch: Option<u32>,
     /// Whether a page was cached when a direct write began, so that its end removes it again.
     removes: bool,

@@ -65,7 +65,8 @@ pub struct Memory {
     /// Access to the guest's memory by guest physical address. The value contains pointers into the
     /// mappings of `regions`, so it must be borrowed and never cloned.
     pub guest: GuestMemory,
-    /// Flag that is set when a page of the guest's memory is lost.
+    /// Flag that the SIGBUS handler sets when a page of the guest's memory is lost: an access to
+    /// the page raised SIGBUS.
     pub lost: Arc<Lost>,
     /// Account of the VM, to which the table's mappings are charged.
     account: Arc<MemoryAccount>,

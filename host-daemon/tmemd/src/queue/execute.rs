@@ -6,8 +6,8 @@
 //! the pool copies each page of a PUT once, from guest memory to memory of its own, and uses only
 //! this copy. The pages of a GET pass through buffers of the worker. The pages of a PUT are
 //! processed in groups of up to [`PUT_GROUP_PAGES`]. The pages of a GET are one group, as far as
-//! the scheduling slice allows. When the time limit of a drain expires, the remaining pages of a
-//! PUT are refused, and those of a GET are answered with MISS.
+//! the scheduling slice allows. After the drain cut, the remaining pages of a PUT are refused, and
+//! those of a GET are answered with MISS.
 //!
 //! A request that costs more than a scheduling slice is interrupted between two groups. The results
 //! and contents of the finished pages are then in the pool or in guest memory. So the daemon stores
@@ -60,9 +60,9 @@ pub struct Context<'vm, 'a> {
     pub generation: u64,
     /// Whether the request exceeds the VM's rate limit. If so, all its pages are refused or missed.
     pub limited: bool,
-    /// Function that returns true once the time limit of a drain has expired. The remaining pages
-    /// of a request are then refused, missed or gone.
-    pub drain_expired: &'a dyn Fn() -> bool,
+    /// Function that returns true after the drain cut. The remaining pages of a request are then
+    /// refused, missed or gone.
+    pub after_drain_cut: &'a dyn Fn() -> bool,
     /// The scheduling slice, which limits the work on the request.
     pub slice: &'a Slice<'a>,
 }
@@ -407,19 +407,19 @@ fn execute_batch<B: Batch>(
     let mut from = progress.done.min(count);
     let mut done = from;
     while status == wire::S_OK && done < count {
-        let drain_expired = (context.drain_expired)();
+        let after_drain_cut = (context.after_drain_cut)();
         let left = count - done;
         let group = match slice.begin_pages(B::PAGE_NS_MAX, left.min(B::GROUP_PAGES)) {
             Some(pages) => pages,
-            // After the time limit of a drain, all remaining pages are refused at once, whatever
-            // the slice allows.
-            None if drain_expired => left,
+            // After the drain cut, all remaining pages are refused at once, whatever the slice
+            // allows.
+            None if after_drain_cut => left,
             None => break,
         };
         let group = done..done + group;
         done = group.end;
         let frozen = vm.frozen.load(Ordering::Relaxed);
-        let executed = if frozen || context.limited || drain_expired {
+        let executed = if frozen || context.limited || after_drain_cut {
             batch.refuse(context, group, frozen).map_err(Into::into)
         } else {
             batch.execute(context, guest, group.clone(), &mut results[group])
@@ -735,7 +735,7 @@ fn get<'vm>(
     let mut from = progress.done.min(count);
     let mut done = from;
     if status == wire::S_OK && done < count {
-        let taken = if context.limited || (context.drain_expired)() {
+        let taken = if context.limited || (context.after_drain_cut)() {
             let missed = miss_rest(context, batch, count - done);
             done = count;
             missed

@@ -700,7 +700,7 @@ impl Vring {
             vm,
             generation: self.link.generation.load(Ordering::SeqCst),
             limited: state.limited,
-            drain_expired: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
+            after_drain_cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
             slice,
         };
         let remainder = Remainder {

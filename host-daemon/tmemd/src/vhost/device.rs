@@ -174,7 +174,7 @@ impl Device {
     }
 
     /// Begins a drain of all vrings without waiting for it. Each worker leaves its vring at the end
-    /// of the current descriptor chain. After a time limit, it answers the chain's remaining pages
+    /// of the current descriptor chain. After the drain cut, it answers the chain's remaining pages
     /// with REFUSED, MISS or GONE. A simulator, which has no second thread, calls this function to
     /// interrupt a slice.
     pub fn begin_drain(&self) {

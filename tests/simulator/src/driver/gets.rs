@@ -29,7 +29,8 @@ pub enum Get {
     Test,
 }
 
-/// A fetch: the gets for a READ bio, while they wait for the device.
+/// A fetch: the gets for pages of one READ bio. It ends when all of them are answered, or at the
+/// deadline.
 #[derive(Clone, Debug)]
 pub struct Fetch {
     waiting: usize,

@@ -21,6 +21,7 @@ pub struct Slot {
     object: u64,
     pool: u32,
     pub(super) cookie: u64,
+    /// The driver's epoch at the time of the put.
     epoch: u32,
     workingset: bool,
     /// Address of the page's copy in the put ring.
@@ -39,6 +40,7 @@ pub struct PutBatch {
 pub struct Range {
     object: u64,
     pool: u32,
+    /// The driver's epoch when the range was added.
     epoch: u32,
     index: u64,
     nr_pages: u64,

@@ -31,7 +31,10 @@ pub struct Records {
     seq: u32,
     /// Whether the driver knows the mounted file system.
     pub known: bool,
+    /// Number of the interval in which the driver sees all transfers of the disk, or 0 outside of
+    /// one.
     epoch: u32,
+    /// The last epoch that began. No epoch is used again.
     epoch_last: u32,
     /// Epoch from whose drain on blocks may be got.
     served: u32,

@@ -32,6 +32,7 @@ pub struct Ref {
     object: u64,
     pool: u32,
     cookie: u64,
+    /// The driver's epoch when the reference was added.
     epoch: u32,
     /// Whether the driver has already sent a REF for the page and repeats it.
     again: bool,

@@ -140,15 +140,15 @@ fn a_slice_after_a_hang_up_does_not_write_the_kick_flag() {
     assert!(before == guest.bytes(0, MEMORY_BYTES as usize));
 }
 
-/// After the time limit of a drain, the remaining pages of a PUT are refused and leave nothing
-/// under their keys. The remaining pages of a GET are missed.
+/// After the drain cut, the remaining pages of a PUT are refused and leave nothing under their
+/// keys. The remaining pages of a GET are missed.
 #[test]
-fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
+fn after_the_drain_cut_puts_are_refused_and_gets_miss() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
-    // The time limit of a drain has expired, but no drain has told the worker to leave the vring.
-    // So the worker takes the chains, and answers them after the limit.
+    // The time of the drain cut has passed, but no drain has told the worker to leave the vring. So
+    // the worker takes the chains, and answers them after the cut.
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
     guest.run_slice();
@@ -173,9 +173,9 @@ fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
     );
 }
 
-/// An expired drain changes the results of pages, but not the status of a request.
+/// The drain cut changes the results of pages, but not the status of a request.
 #[test]
-fn requests_after_the_drain_deadline_still_report_missing_pools() {
+fn requests_after_the_drain_cut_still_report_missing_pools() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.run_slice();
