@@ -152,7 +152,7 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 
 /*
  * Erases entries until the index uses at most @low bytes or @visits buckets were visited to their
- * end. The function may stop inside a bucket, because one large file may have most entries of the
+ * end. The function may stop inside a bucket, because one object may have most entries of the
  * index. The next call continues there.
  */
 static void evict(enum victims victims, unsigned long visits, long low)

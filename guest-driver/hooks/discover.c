@@ -135,7 +135,11 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 		snprintf(fs->refused, sizeof(fs->refused), "refused: %s", why);
 		pr_notice("%s on %s is %s\n", type->name, name, fs->refused);
 	} else if (bdev) {
-		/* A btrfs may have started to write before the hook of mounts ran. */
+		/*
+		 * Only btrfs has no s_bdev. It may write before the hook of mounts runs, so the
+		 * driver may have missed writes, and the area does not count as seen from its
+		 * start.
+		 */
 		fs->area = tmem_area_new(sb, bdev, new && !type->has_no_bdev, &fs->no_area);
 	}
 	if (tmem_mount_add(fs, is_swap ? "swap-" : "", is_swap ? bdev->bd_dev : sb->s_dev)) {

@@ -378,7 +378,7 @@ static bool fill_end(struct fill *fill)
 	return whole;
 }
 
-/* Submits what is left of a bio. It may wait now. */
+/* Submits the rest of a bio, from a work item, so the submission may sleep. */
 static void rest_fn(struct work_struct *work)
 {
 	struct fill *fill = container_of(work, struct fill, work);

@@ -51,7 +51,7 @@ MODULE_PARM_DESC(swap, "cache swap partitions, too");
 /* Number of bits of a bitmap that are searched before the task may be rescheduled. */
 #define SCAN_BITS	BIT(20)
 
-/* Bits of swap areas that are files and were named in the log. */
+/* Bitmap by swap type. A bit is set if the log says that this swap file is not served. */
 static unsigned long files_logged;
 
 /*

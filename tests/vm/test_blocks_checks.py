@@ -368,8 +368,10 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
         set_parameter(guest, "test_page_zeroed", file.path)
         evict(guest, file.path)
         assert file.read() == found
-    # A page that becomes dirty never, before, during and after its write, and after two writes. A
-    # page whose block has another write meanwhile.
+    # Each character of the verdicts is one case: p if the page is put, - if it is refused. The page
+    # becomes dirty, in this order: never; before its write; during its write; after its write;
+    # after writes to two blocks at the same time; never, but another write of its block begins and
+    # ends meanwhile.
     for check, verdicts in (
         ("", "p-----"),
         ("dirty", "pppp--"),

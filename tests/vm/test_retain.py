@@ -592,8 +592,9 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
         set_parameter(guest, "test_hooks_off", "fadvise")
         path = next(iter(sums))
         retain(guest, {path: sums[path]})
-        # The last page is not written, so that the file keeps its object in the index, and the new
-        # pages have the same keys as the old ones.
+        # The last page is not written. So the object of these blocks (a part of the disk) keeps an
+        # entry in the index, and the new pages have the same keys as the old ones. The driver frees
+        # an object without entries, and the next one has another number.
         new = random.Random(path).randbytes((PAGES - 1) * PAGE)
         sums[path] = hashlib.sha256(new + guest.get(path)[len(new) :]).hexdigest()
         guest.put("/tmp/new", new)
@@ -624,8 +625,9 @@ def test_reference_sent_after_a_newer_put_changes_no_page(
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path))
         path, other, pages = f"{WHERE}/few", next(iter(sums)), 40
-        # The last page is not written, so that the file keeps its object in the index, and the new
-        # pages have the same keys as the old ones.
+        # The last page is not written. So the object of these blocks (a part of the disk) keeps an
+        # entry in the index, and the new pages have the same keys as the old ones. The driver frees
+        # an object without entries, and the next one has another number.
         written = pages - 1
         guest.sh(f"dd if=/dev/urandom of={path} bs={PAGE} count={pages} 2>/dev/null; sync")
         evict(guest, [path])

@@ -153,8 +153,9 @@ pub const ADDRESS_SPACE_TIMES: u64 = 14;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PolicyKind {
-    /// Least recently used: evicts the page that was used longest ago. Because a get removes its
-    /// page, the order is that of the puts.
+    /// Least recently used: evicts the page that was used longest ago. A get takes its page out of
+    /// the order. A put adds a page at the end of the order, and so does the reference (REF) of a
+    /// retained page.
     Lru,
     /// Adaptive two-queue policy: a page that was put for the first time is evicted earlier than a
     /// page that the guest has used again.

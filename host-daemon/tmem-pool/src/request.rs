@@ -40,7 +40,7 @@ impl PageSource for Page {
 /// A page to put. The fields `object` and `index` are the page's key within the pool.
 #[derive(Clone, Copy)]
 pub struct Put<'a> {
-    /// Number of the object, usually a file.
+    /// Number of the object, a part of a disk.
     pub object: u64,
     /// Number of the page within the object.
     pub index: u64,
@@ -75,7 +75,7 @@ pub enum PutResult {
 /// A get of consecutive pages of one object, one for each cookie.
 #[derive(Clone, Copy, Debug)]
 pub struct Get<'a> {
-    /// Number of the object, usually a file.
+    /// Number of the object, a part of a disk.
     pub object: u64,
     /// Number of the first page within the object.
     pub index: u64,
@@ -123,7 +123,7 @@ pub enum GetResult {
 /// pages unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ref {
-    /// Number of the object, usually a file.
+    /// Number of the object, a part of a disk.
     pub object: u64,
     /// Number of the page within the object.
     pub index: u64,

@@ -24,8 +24,8 @@ pub const SIZE_CLASS_BYTES: usize = 256;
 const OBJECT_BITS: u32 = 40;
 const OBJECT_BYTES: usize = OBJECT_BITS as usize / 8;
 
-/// Smallest page number that a trace does not record. No file is that large. With this bound,
-/// no sum of page number and distance overflows.
+/// Smallest page number that a trace does not record. Page numbers have at most 51 bits, so no
+/// object is that large. With this bound, no sum of page number and distance overflows.
 const INDEX_MAX: u64 = 1 << 62;
 
 /// Upper bound of the length of an event in bytes. The longest event consists of a first byte,

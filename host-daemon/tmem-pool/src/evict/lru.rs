@@ -2,7 +2,8 @@
 //! Least-recently-used eviction policy: evicts the page that was used longest ago.
 //!
 //! A get that returns a page removes it from the queue. When the guest puts the page again, changed
-//! or not, the page gets a new entry at the end of the queue. So the order of puts is the order of
+//! or not, the policy adds the page at the end of the queue. A reference (REF) of a retained page
+//! adds the page at the end, too. Both follow an eviction by the guest, so the queue is in order of
 //! last use.
 
 use super::queue::Queue;

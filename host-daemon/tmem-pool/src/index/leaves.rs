@@ -69,7 +69,7 @@ impl Size {
     }
 }
 
-// A leaf must be small, because each small file has one.
+// A leaf must be small: PAGE_METADATA_CHARGE_BYTES covers one for each page.
 const _: () = assert!(size_of::<Leaf>() == 24 && LEAF_PAGES == u16::BITS as usize);
 
 // SAFETY: all bits zero is a valid value of the integers of a leaf, and of its size, which is then

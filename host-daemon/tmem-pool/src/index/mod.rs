@@ -101,7 +101,7 @@ struct Object {
     gauges: Gauges,
 }
 
-// An object must be small, because each small file has one.
+// An object must be small: PAGE_METADATA_CHARGE_BYTES covers one for each page.
 const _: () = assert!(size_of::<Object>() == 56);
 
 // SAFETY: all fields of a pool record are integers, or have a value that is the integer 0. So all

@@ -147,10 +147,10 @@ fn index_memory_per_page_is_bounded() {
         index.bytes() as f64 / (objects * pages) as f64
     };
     for (name, objects, pages, apart, most) in [
-        ("a large file", 1, 1 << 18, 1, 31.0),
-        ("files of 64 pages", 1 << 12, 64, 1, 33.0),
-        ("files of 4 pages", 1 << 16, 4, 1, 52.0),
-        ("files of a page", 1 << 18, 1, 1, 120.0),
+        ("a large object", 1, 1 << 18, 1, 31.0),
+        ("objects of 64 pages", 1 << 12, 64, 1, 33.0),
+        ("objects of 4 pages", 1 << 16, 4, 1, 52.0),
+        ("objects of one page", 1 << 18, 1, 1, 120.0),
         ("pages far apart", 1, 1 << 18, 1 << 20, 60.0),
     ] {
         let bytes = bytes_per_page(objects, pages, apart);

@@ -41,8 +41,8 @@ fn charge_covers(shape: &str, fill: impl Fn(&Tenant, &dyn Fn(u64, u64))) {
 }
 
 #[test]
-fn the_charge_covers_files_of_one_page_that_compresses_to_almost_nothing() {
-    charge_covers("one page in each file", |_, put| {
+fn the_charge_covers_objects_of_one_page_that_compresses_to_almost_nothing() {
+    charge_covers("one page in each object", |_, put| {
         (1..=8_000).for_each(|object| put(object, 0));
     });
 }

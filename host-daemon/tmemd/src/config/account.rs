@@ -49,8 +49,8 @@ impl TryFrom<String> for Account {
 }
 
 impl Account {
-    /// Returns the numeric id of the user or group; None before [`find`](Self::find) has looked it
-    /// up.
+    /// Returns the numeric id of the user or group; None until [`find`](Self::find) or
+    /// [`find_in`](Self::find_in) has determined it.
     pub fn number(&self) -> Option<u32> {
         self.number
     }

@@ -45,7 +45,7 @@ pub enum Body<'a> {
     },
     /// GET: returns consecutive pages of an object from `index` on, one for each cookie.
     Get {
-        /// Number of the object (file) in the pool; not 0.
+        /// Number of the object (part of a disk) in the pool; not 0.
         object: u64,
         /// Index in the object of the first page.
         index: u64,

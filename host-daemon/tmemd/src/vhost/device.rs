@@ -790,7 +790,8 @@ mod tests {
             vring.lock().queue.set_next_avail(5);
         }
         let generation = device.link.generation.load(Ordering::SeqCst);
-        // The first ring is set up again without a sign of the reset, and goes on.
+        // The first ring has taken no chain, so setting its base to 0 does not show the reset, and
+        // the generation stays.
         set_up(&mut device, 0);
         assert_eq!(device.link.generation.load(Ordering::SeqCst), generation);
         set_up(&mut device, 1);
