@@ -100,14 +100,15 @@ impl Engine {
         self.membership().quota(tenant)
     }
 
-    /// Changes quotas, and the full size if `full_bytes` has a value, as [`Engine::configure`] does.
+    /// Changes quotas, and the configured size if `configured_bytes` has a value, as
+    /// [`Engine::configure`] does.
     pub(crate) fn set_quotas(
         &self,
-        full_bytes: Option<u64>,
+        configured_bytes: Option<u64>,
         quotas: &[(&Arc<TenantShared>, Quota)],
     ) -> Result<(), AdmissionError> {
-        let full_bytes = full_bytes.map(|bytes| bytes.min(self.size_max_bytes));
-        self.membership_mut().configure(full_bytes, quotas)
+        let configured_bytes = configured_bytes.map(|bytes| bytes.min(self.size_max_bytes));
+        self.membership_mut().configure(configured_bytes, quotas)
     }
 
     /// Adds a tenant to the members.
@@ -278,7 +279,8 @@ impl Engine {
     /// [`maintain`](Self::maintain) and puts then evict pages in bounded steps until the pool fits.
     /// If the size is below the sum of all reserves, each entitlement is the tenant's reserve,
     /// scaled down in proportion. The present size does not matter for the admission of reserves,
-    /// which have to fit into the full size ([`set_full`](Self::set_full)).
+    /// which have to fit into the configured size
+    /// ([`set_configured_size`](Self::set_configured_size)).
     pub fn resize(&self, size_bytes: u64) {
         let size_bytes = size_bytes.min(self.size_max_bytes);
         let mut membership = self.membership_mut();
@@ -296,13 +298,13 @@ impl Engine {
         self.membership().reserved_bytes()
     }
 
-    /// Sets the full size in bytes: the size that the pool has while the host needs no memory back.
-    /// At first it is the size with which the engine was created, and it is at most the pool's
-    /// largest size. A new reserve must fit into the full size beside the reserves of other
-    /// tenants; existing reserves stay. [`resize`](Self::resize) changes the present size.
-    pub fn set_full(&self, full_bytes: u64) {
-        let full_bytes = full_bytes.min(self.size_max_bytes);
-        self.membership_mut().set_full(full_bytes);
+    /// Sets the configured size in bytes: the size that the pool has while the host needs no memory
+    /// back. At first it is the size with which the engine was created, and it is at most the
+    /// pool's largest size. A new reserve must fit into the configured size beside the reserves of
+    /// other tenants; existing reserves stay. [`resize`](Self::resize) changes the present size.
+    pub fn set_configured_size(&self, configured_bytes: u64) {
+        let configured_bytes = configured_bytes.min(self.size_max_bytes);
+        self.membership_mut().set_configured_size(configured_bytes);
     }
 
     /// Returns the largest size in bytes to which [`resize`](Self::resize) can set the pool.

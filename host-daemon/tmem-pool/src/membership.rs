@@ -31,10 +31,10 @@ struct Domain {
 #[derive(Debug)]
 pub(crate) struct Membership {
     pub size_bytes: u64,
-    /// Full size of the pool in bytes, into which all reserves have to fit. The present size may be
-    /// smaller while the host needs memory for something else. No tenant is refused because of that
-    /// smaller size.
-    full_bytes: u64,
+    /// Configured size of the pool in bytes, into which all reserves have to fit. The present size
+    /// may be smaller while the host needs memory for something else. No tenant is refused because
+    /// of that smaller size.
+    configured_bytes: u64,
     pub members: Vec<Member>,
     /// Tenants that were removed and whose pages are not all freed yet.
     pub departed: Vec<Arc<TenantShared>>,
@@ -48,7 +48,7 @@ impl Membership {
     pub(crate) fn new(size_bytes: u64) -> Membership {
         Membership {
             size_bytes,
-            full_bytes: size_bytes,
+            configured_bytes: size_bytes,
             members: Vec::new(),
             departed: Vec::new(),
             departed_counters: Counters::default(),
@@ -125,19 +125,19 @@ impl Membership {
         freed
     }
 
-    /// Changes quotas, and the full size of the pool if `full_bytes` has a value, all together or
-    /// not at all. If `full_bytes` has a value, all reserves must fit into it. If not, the call
-    /// refuses only reserves that grow: an earlier change of the full size may have left existing
-    /// reserves that do not fit.
+    /// Changes quotas, and the configured size of the pool if `configured_bytes` has a value, all
+    /// together or not at all. If `configured_bytes` has a value, all reserves must fit into it. If
+    /// not, the call refuses only reserves that grow: an earlier change of the configured size may
+    /// have left existing reserves that do not fit.
     ///
     /// # Errors
-    /// A reserve does not fit into the full size; then nothing changes.
+    /// A reserve does not fit into the configured size; then nothing changes.
     pub(crate) fn configure(
         &mut self,
-        full_bytes: Option<u64>,
+        configured_bytes: Option<u64>,
         quotas: &[(&Arc<TenantShared>, Quota)],
     ) -> Result<(), AdmissionError> {
-        let whole_bytes = full_bytes.unwrap_or(self.full_bytes);
+        let whole_bytes = configured_bytes.unwrap_or(self.configured_bytes);
         let quota_of = |member: &Member| {
             let other = quotas
                 .iter()
@@ -155,7 +155,7 @@ impl Membership {
         let mut reserved_bytes: u64 = 0;
         for (grows, member, reserve_bytes) in reserves {
             let available_bytes = whole_bytes.saturating_sub(reserved_bytes);
-            if reserve_bytes > available_bytes && (grows || full_bytes.is_some()) {
+            if reserve_bytes > available_bytes && (grows || configured_bytes.is_some()) {
                 return Err(AdmissionError {
                     tenant: member.tenant.name().into(),
                     reserve_bytes,
@@ -164,7 +164,7 @@ impl Membership {
             }
             reserved_bytes = reserved_bytes.saturating_add(reserve_bytes);
         }
-        self.full_bytes = whole_bytes;
+        self.configured_bytes = whole_bytes;
         for &(tenant, quota) in quotas {
             let mut members = self.members.iter_mut();
             let member = members.find(|member| Arc::ptr_eq(&member.tenant, tenant));
@@ -198,8 +198,8 @@ impl Membership {
         self.entitle();
     }
 
-    pub(crate) fn set_full(&mut self, full_bytes: u64) {
-        self.full_bytes = full_bytes;
+    pub(crate) fn set_configured_size(&mut self, configured_bytes: u64) {
+        self.configured_bytes = configured_bytes;
     }
 
     pub(crate) fn reserved_bytes(&self) -> u64 {
@@ -210,12 +210,12 @@ impl Membership {
         reserves.fold(0, u64::saturating_add)
     }
 
-    /// Checks that the reserve of a new tenant fits into the pool's full size.
+    /// Checks that the reserve of a new tenant fits into the pool's configured size.
     ///
     /// # Errors
     /// The reserve does not fit beside the reserves of the other tenants.
     fn admit(&self, name: &str, quota: Quota) -> Result<(), AdmissionError> {
-        let available_bytes = self.full_bytes.saturating_sub(self.reserved_bytes());
+        let available_bytes = self.configured_bytes.saturating_sub(self.reserved_bytes());
         let reserve_bytes = quota.usable_reserve_bytes();
         if reserve_bytes > available_bytes {
             return Err(AdmissionError {

@@ -82,23 +82,23 @@ impl Engine {
         Ok(Tenant::new(Arc::clone(self), tenant))
     }
 
-    /// Changes quotas of tenants, and the full size if `full_bytes` has a value, all in one step.
-    /// So the caller need not find an order in which each single change is allowed.
+    /// Changes quotas of tenants, and the configured size if `configured_bytes` has a value, all in
+    /// one step. So the caller need not find an order in which each single change is allowed.
     /// [`resize`](Self::resize) changes the present size.
     ///
     /// # Errors
-    /// A reserve does not fit into the full size; then nothing changes. If the call changes the
-    /// full size, the error may name a tenant whose quota the call does not change.
+    /// A reserve does not fit into the configured size; then nothing changes. If the call changes
+    /// the configured size, the error may name a tenant whose quota the call does not change.
     pub fn configure(
         &self,
-        full_bytes: Option<u64>,
+        configured_bytes: Option<u64>,
         quotas: &[(&Tenant, Quota)],
     ) -> Result<(), AdmissionError> {
         let quotas: Vec<_> = quotas
             .iter()
             .map(|&(tenant, quota)| (tenant.shared(), quota))
             .collect();
-        self.set_quotas(full_bytes, &quotas)
+        self.set_quotas(configured_bytes, &quotas)
     }
 }
 

@@ -891,8 +891,8 @@ fn a_reserve_above_the_unreserved_part_of_the_pool_is_refused() {
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (50, 200)
     );
-    // A reserve has to fit into the full size of the pool, not into the size to which the pool was
-    // shrunk.
+    // A reserve has to fit into the configured size of the pool, not into the size to which the
+    // pool was shrunk.
     assert_eq!(add("c", quota(501, None)).err(), error("c", 501, 500));
     a.set_quota(quota(600, None)).unwrap();
     a.set_quota(quota(100, None)).unwrap();
@@ -910,7 +910,7 @@ fn reserve(reserve_bytes: u64) -> Quota {
 }
 
 #[test]
-fn reserves_are_limited_by_the_full_size_of_a_shrunk_pool() {
+fn reserves_are_limited_by_the_configured_size_of_a_shrunk_pool() {
     let engine = new_engine(1000);
     let try_add = |name: &str, reserve_bytes| {
         engine.add_tenant(TenantSpec {
@@ -919,20 +919,20 @@ fn reserves_are_limited_by_the_full_size_of_a_shrunk_pool() {
             quota: reserve(reserve_bytes),
         })
     };
-    engine.set_full(2000);
+    engine.set_configured_size(2000);
     engine.resize(500);
-    let a =
-        try_add("a", 1500).expect("a reserve that fits into the full size of the pool was refused");
+    let a = try_add("a", 1500)
+        .expect("a reserve that fits into the configured size of the pool was refused");
     drop(a);
-    engine.set_full(400);
-    let error =
-        try_add("a", 500).expect_err("a reserve above the full size of the pool was admitted");
+    engine.set_configured_size(400);
+    let error = try_add("a", 500)
+        .expect_err("a reserve above the configured size of the pool was admitted");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
-    // Reserves that exist when the full size becomes smaller are kept. A tenant can lower its
+    // Reserves that exist when the configured size becomes smaller are kept. A tenant can lower its
     // reserve even if the sum of all reserves still does not fit.
-    engine.set_full(2000);
+    engine.set_configured_size(2000);
     let (a, b) = (try_add("a", 1000).unwrap(), try_add("b", 900).unwrap());
-    engine.set_full(400);
+    engine.set_configured_size(400);
     a.set_quota(reserve(1001))
         .expect_err("a larger reserve was admitted although it does not fit");
     a.set_quota(reserve(1000))
@@ -945,8 +945,9 @@ fn reserves_are_limited_by_the_full_size_of_a_shrunk_pool() {
         (a.stats().reserve_bytes, b.stats().reserve_bytes),
         (600, 900)
     );
-    try_add("c", 1)
-        .expect_err("a reserve of 1 B was admitted although the reserves exceed the full size");
+    try_add("c", 1).expect_err(
+        "a reserve of 1 B was admitted although the reserves exceed the configured size",
+    );
     try_add("c", 0).expect("a tenant without a reserve was refused");
 }
 
@@ -968,17 +969,17 @@ fn pool_size_and_quotas_change_atomically() {
         ] {
             engine
                 .configure(None, &quotas)
-                .expect("two reserves that fit into the full size were refused");
+                .expect("two reserves that fit into the configured size were refused");
             assert_eq!((reserves(), entitled()), ([of_a, of_b, 0], [of_a, of_b, 0]));
         }
     }
-    let wrong = |full_bytes, quotas: &[(&Tenant, Quota)]| {
+    let wrong = |configured_bytes, quotas: &[(&Tenant, Quota)]| {
         let error = engine
-            .configure(full_bytes, quotas)
-            .expect_err("reserves above the full size were admitted");
+            .configure(configured_bytes, quotas)
+            .expect_err("reserves above the configured size were admitted");
         assert_eq!((reserves(), entitled()), ([400, 600, 0], [400, 600, 0]));
         c.set_quota(reserve(1))
-            .expect_err("a refused call of configure() changed the full size");
+            .expect_err("a refused call of configure() changed the configured size");
         (error.tenant, error.reserve_bytes, error.available_bytes)
     };
     // The error must name a tenant whose reserve does not fit, whether the call changes its quota
@@ -994,28 +995,28 @@ fn pool_size_and_quotas_change_atomically() {
         wrong(Some(999), &[(&c, reserve(0))]),
         ("b".into(), 600, 599)
     );
-    // Change the full size and reserves together: first to a smaller size with smaller reserves,
-    // then to a larger size with larger reserves.
+    // Change the configured size and reserves together: first to a smaller size with smaller
+    // reserves, then to a larger size with larger reserves.
     let quotas = [(&a, reserve(100)), (&b, reserve(100)), (&c, reserve(100))];
     engine
         .configure(Some(300), &quotas)
         .expect("three reserves of 100 B were refused in a pool of 300 B");
     a.set_quota(reserve(101))
-        .expect_err("a larger reserve was admitted although the full size is reserved");
+        .expect_err("a larger reserve was admitted although the configured size is reserved");
     engine
         .configure(Some(3000), &[(&a, reserve(2800))])
         .expect("three reserves of 3,000 B in total were refused in a pool of 3,000 B");
     assert_eq!(reserves(), [2800, 100, 100]);
-    // If an operator has made the full size too small for all reserves, a tenant can still ask for
-    // a smaller reserve or for its present reserve.
-    engine.set_full(1000);
+    // If an operator has made the configured size too small for all reserves, a tenant can still
+    // ask for a smaller reserve or for its present reserve.
+    engine.set_configured_size(1000);
     engine
         .configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
         .expect("reserves that do not grow were refused");
     let quotas = [(&a, reserve(900)), (&b, reserve(51))];
-    let error = engine
-        .configure(None, &quotas)
-        .expect_err("tenant b got a larger reserve although the reserves exceed the full size");
+    let error = engine.configure(None, &quotas).expect_err(
+        "tenant b got a larger reserve although the reserves exceed the configured size",
+    );
     assert_eq!((error.tenant.as_str(), error.available_bytes), ("b", 0));
 }
 

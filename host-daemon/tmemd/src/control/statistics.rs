@@ -220,7 +220,7 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
     let size = &control.size;
     let host_shrinks_stalls = load(&size.shrinks_stalls);
     tmem_trace::statistics!(reply stats, PoolStats {
-        configured_bytes: int(size.full_bytes()),
+        configured_bytes: int(size.configured_bytes()),
         host_available_bytes: load(&size.available_bytes),
         host_arc_bytes: load(&size.arc_bytes),
         host_swap_free_bytes: load(&size.swap_free_bytes),

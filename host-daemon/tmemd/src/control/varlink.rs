@@ -364,7 +364,7 @@ impl api::VarlinkInterface for SocketInterface {
         match bytes.filter(|bytes| (POOL_BYTES_MIN..=bytes_max).contains(bytes)) {
             Some(bytes) => {
                 tracing::info!(size_bytes, "the configured size of the pool was changed");
-                self.control.size.set_full(bytes);
+                self.control.size.set_configured_size(bytes);
                 self.control.registry.grant_reserves();
                 call.reply()
             }

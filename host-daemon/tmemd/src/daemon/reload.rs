@@ -99,7 +99,7 @@ fn set_size_and_vms(
              {size_max_bytes} bytes"
         )));
     }
-    let full_bytes = (size_bytes != config.pool_size_bytes).then_some(size_bytes);
+    let configured_bytes = (size_bytes != config.pool_size_bytes).then_some(size_bytes);
     let differs = |vm: &&VmConfig| {
         let mut known = config.vms.iter();
         known.any(|old| old.name == vm.name && old.quota != vm.quota)
@@ -108,7 +108,7 @@ fn set_size_and_vms(
     let quotas: Vec<_> = changed.map(|vm| (vm.name.as_str(), vm.quota)).collect();
     let set = control
         .registry
-        .configure(&control.size, full_bytes, &quotas, new_vms);
+        .configure(&control.size, configured_bytes, &quotas, new_vms);
     set.map_err(|error| {
         let what = reserve_text(error.reserve_bytes, error.available_bytes);
         ConfigError(format!("VM {:?}: {what}", error.tenant))

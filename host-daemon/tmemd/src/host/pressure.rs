@@ -88,7 +88,7 @@ const MARGIN_PART: u64 = 4;
 const CALM: Duration = Duration::from_secs(15);
 
 /// Divisor of the pool's configured size: one step grows the pool by a 64th of that size. The pool
-/// therefore grows from nothing to its full size in about two minutes.
+/// therefore grows from nothing to its configured size in about two minutes.
 const GROW_PART: u64 = 64;
 
 /// Time between two steps in which the pool grows.
@@ -165,7 +165,7 @@ struct Change {
 struct Governor {
     free_min_bytes: u64,
     /// The configured size of the pool in bytes.
-    full_bytes: u64,
+    configured_bytes: u64,
     size_bytes: u64,
     /// Time at which the current period without a shortage of memory began; None while the host is
     /// short of memory.
@@ -177,11 +177,11 @@ struct Governor {
 }
 
 impl Governor {
-    fn new(free_min_bytes: u64, full_bytes: u64) -> Governor {
+    fn new(free_min_bytes: u64, configured_bytes: u64) -> Governor {
         Governor {
             free_min_bytes,
-            full_bytes,
-            size_bytes: full_bytes,
+            configured_bytes,
+            size_bytes: configured_bytes,
             calm_since: None,
             grown: None,
             burst: Burst::default(),
@@ -200,13 +200,13 @@ impl Governor {
 
     /// Sets another configured size of the pool in bytes. Returns the size in bytes that the pool
     /// should have now.
-    fn set_full(&mut self, full_bytes: u64) -> u64 {
+    fn set_configured_size(&mut self, configured_bytes: u64) -> u64 {
         // If a shortage on the host has made the pool smaller, the pool grows to the new size in
         // steps. A pool that has its configured size takes the new size at once.
-        let is_full = self.size_bytes == self.full_bytes;
-        self.full_bytes = full_bytes;
-        if is_full || self.size_bytes > full_bytes {
-            self.size_bytes = full_bytes;
+        let has_configured_size = self.size_bytes == self.configured_bytes;
+        self.configured_bytes = configured_bytes;
+        if has_configured_size || self.size_bytes > configured_bytes {
+            self.size_bytes = configured_bytes;
         }
         self.size_bytes
     }
@@ -323,12 +323,12 @@ impl Governor {
             (self.free_min_bytes + self.free_min_bytes / MARGIN_PART).saturating_add(burst_bytes);
         let spare_bytes = available_bytes.saturating_sub(wanted_bytes);
         let too_soon = self.grown.is_some_and(|grown| now - grown < GROW_PERIOD);
-        if now - calm_since < CALM || too_soon || self.size_bytes == self.full_bytes {
+        if now - calm_since < CALM || too_soon || self.size_bytes == self.configured_bytes {
             return self.size_bytes;
         }
         self.grown = Some(now);
-        let step_bytes = (self.full_bytes / GROW_PART).max(SHRINK_BYTES_MIN);
-        (self.size_bytes + step_bytes.min(spare_bytes)).min(self.full_bytes)
+        let step_bytes = (self.configured_bytes / GROW_PART).max(SHRINK_BYTES_MIN);
+        (self.size_bytes + step_bytes.min(spare_bytes)).min(self.configured_bytes)
     }
 }
 
@@ -421,14 +421,14 @@ impl PoolSize {
     /// Creates the value for a pool that has its configured size.
     pub fn new(
         pressure: Option<&PressureConfig>,
-        full_bytes: u64,
+        configured_bytes: u64,
         engine: Arc<Engine>,
         background: Arc<BackgroundWorkers>,
         events: Arc<Events>,
     ) -> PoolSize {
         let free_min_bytes = pressure.map_or(0, |pressure| pressure.host_free_min_bytes);
         PoolSize {
-            governor: Mutex::new(Governor::new(free_min_bytes, full_bytes)),
+            governor: Mutex::new(Governor::new(free_min_bytes, configured_bytes)),
             engine,
             background,
             events,
@@ -447,15 +447,15 @@ impl PoolSize {
     }
 
     /// Returns the configured size of the pool in bytes.
-    pub fn full_bytes(&self) -> u64 {
-        self.lock().full_bytes
+    pub fn configured_bytes(&self) -> u64 {
+        self.lock().configured_bytes
     }
 
     /// Sets another configured size of the pool in bytes.
-    pub fn set_full(&self, full_bytes: u64) {
+    pub fn set_configured_size(&self, configured_bytes: u64) {
         let governor = self.lock();
-        self.engine.set_full(full_bytes);
-        self.follow_full(governor, full_bytes);
+        self.engine.set_configured_size(configured_bytes);
+        self.follow_configured_size(governor, configured_bytes);
     }
 
     /// Sets the pool's configured size, if one is given, together with the given quotas of tenants,
@@ -465,25 +465,29 @@ impl PoolSize {
     /// A reserve does not fit into the pool. In this case, nothing changes.
     pub fn configure(
         &self,
-        full_bytes: Option<u64>,
+        configured_bytes: Option<u64>,
         quotas: &[(&Tenant, Quota)],
     ) -> Result<(), AdmissionError> {
         let governor = self.lock();
-        self.engine.configure(full_bytes, quotas)?;
-        if let Some(full_bytes) = full_bytes {
-            self.follow_full(governor, full_bytes);
+        self.engine.configure(configured_bytes, quotas)?;
+        if let Some(configured_bytes) = configured_bytes {
+            self.follow_configured_size(governor, configured_bytes);
         }
         Ok(())
     }
 
     /// Gives the pool a new configured size. The engine has already checked that all reserves fit
     /// into it.
-    fn follow_full(&self, mut governor: MutexGuard<'_, Governor>, full_bytes: u64) {
-        let size_bytes = governor.set_full(full_bytes);
+    fn follow_configured_size(
+        &self,
+        mut governor: MutexGuard<'_, Governor>,
+        configured_bytes: u64,
+    ) {
+        let size_bytes = governor.set_configured_size(configured_bytes);
         self.engine.resize(size_bytes);
         drop(governor);
         self.background.wake();
-        let text = format_args!("the configured size of the pool is now {full_bytes} bytes");
+        let text = format_args!("the configured size of the pool is now {configured_bytes} bytes");
         self.events.emit(EventKind::Resized, None, text);
     }
 
@@ -569,18 +573,19 @@ impl PoolSize {
         before_bytes: u64,
         why: std::fmt::Arguments<'_>,
     ) {
-        let (size_bytes, full_bytes) = (governor.size_bytes, governor.full_bytes);
+        let (size_bytes, configured_bytes) = (governor.size_bytes, governor.configured_bytes);
         self.engine.resize(size_bytes);
         drop(governor);
         self.background.wake();
         // Events are sent only for the first step in which the pool shrinks, and for the last step
         // in which it grows.
-        if before_bytes == full_bytes {
+        if before_bytes == configured_bytes {
             let text = format_args!("the pool shrinks from {before_bytes} bytes: {why}");
             self.events.emit(EventKind::HostShort, None, text);
             tracing::warn!(size_bytes, "the pool shrinks: {why}");
-        } else if size_bytes == full_bytes {
-            let text = format_args!("the pool has its configured size of {full_bytes} bytes again");
+        } else if size_bytes == configured_bytes {
+            let text =
+                format_args!("the pool has its configured size of {configured_bytes} bytes again");
             self.events.emit(EventKind::HostWell, None, text);
             tracing::info!(size_bytes, "the pool is back at its configured size");
         } else {

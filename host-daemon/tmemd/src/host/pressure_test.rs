@@ -311,7 +311,7 @@ fn the_pool_grows_back_slowly_after_a_quiet_period() {
         steps += 1;
         assert!(
             steps < 200,
-            "the pool did not regain its full size within 200 steps"
+            "the pool did not regain its configured size within 200 steps"
         );
     }
     assert!(
@@ -501,24 +501,24 @@ fn shrinking_takes_unused_pool_memory_first() {
 #[test]
 fn a_larger_pool_size_applies_only_if_the_host_has_memory() {
     let mut host = TestHost::new(100 * GIB);
-    assert_eq!(host.governor.set_full(2 * FULL), 2 * FULL);
-    assert_eq!(host.governor.set_full(FULL), FULL);
+    assert_eq!(host.governor.set_configured_size(2 * FULL), 2 * FULL);
+    assert_eq!(host.governor.set_configured_size(FULL), FULL);
     host.others = FULL;
     host.step(false);
     let small = host.size;
     assert_eq!(
-        host.governor.set_full(2 * FULL),
+        host.governor.set_configured_size(2 * FULL),
         small,
         "the pool grew although the host is short of memory"
     );
     assert_eq!(
-        host.governor.set_full(GIB),
+        host.governor.set_configured_size(GIB),
         GIB,
         "a smaller pool size was refused while the host is short of memory"
     );
     host.size = GIB;
     assert_eq!(
-        host.governor.set_full(2 * GIB),
+        host.governor.set_configured_size(2 * GIB),
         2 * GIB,
         "the pool had its configured size of 1 GiB and did not grow to 2 GiB at once"
     );

@@ -713,7 +713,7 @@ impl Registry {
     pub fn configure(
         &self,
         size: &PoolSize,
-        full_bytes: Option<u64>,
+        configured_bytes: Option<u64>,
         quotas: &[(&str, Quota)],
         new_vms: &[VmConfig],
     ) -> Result<Vec<(String, Refused)>, AdmissionError> {
@@ -738,7 +738,7 @@ impl Registry {
         let new = created.iter().map(|(m, quota)| (&m.vm.tenant, *quota));
         let tenant_quotas: Vec<_> = present.chain(new).collect();
         // If a reserve does not fit, the new VMs are dropped, and with them their sockets.
-        size.configure(full_bytes, &tenant_quotas)?;
+        size.configure(configured_bytes, &tenant_quotas)?;
         for member in &mut members.list {
             if let Some(quota) = new_quota(member) {
                 self.finish_quota_change(member, &quota::to_api(&quota));
