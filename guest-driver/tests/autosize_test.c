@@ -123,7 +123,7 @@ static void start(double uptime_s)
  * Lets a second pass in which programs read @reads units of the first @set, and use @load percent
  * of the processor. Returns the bytes that the law let the service reclaim.
  */
-static uint64_t second(unsigned int set, unsigned int reads, unsigned int load)
+static uint64_t run_second(unsigned int set, unsigned int reads, unsigned int load)
 {
 	uint64_t step;
 
@@ -142,10 +142,10 @@ static uint64_t second(unsigned int set, unsigned int reads, unsigned int load)
 	return step;
 }
 
-static void quiet_seconds(unsigned int seconds)
+static void run_quiet_seconds(unsigned int seconds)
 {
 	while (seconds--)
-		second(1, 1, 1);
+		run_second(1, 1, 1);
 }
 
 /* An idle guest gets down to the floor, in large steps after two minutes without load. */
@@ -154,20 +154,20 @@ static void an_idle_guest_returns_its_page_cache(void)
 	unsigned int seconds = 0;
 
 	start(1000);
-	quiet_seconds(110);
+	run_quiet_seconds(110);
 	CHECK(guest.now.file_bytes > 400 * MIB && guest.now.file_bytes < 500 * MIB);
 	while (guest.why != AUTOSIZE_FLOOR && ++seconds < 60)
-		quiet_seconds(1);
+		run_quiet_seconds(1);
 	CHECK(guest.now.file_bytes <= limits.floor_bytes + AUTOSIZE_STEP_BYTES_MIN);
 	/* It does not begin again for each page that programs read. */
 	guest.now.file_bytes = limits.floor_bytes * 9 / 8;
-	CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_FLOOR);
+	CHECK(!run_second(1, 1, 1) && guest.why == AUTOSIZE_FLOOR);
 	guest.now.file_bytes += UNIT_BYTES;
-	CHECK(second(1, 1, 1));
+	CHECK(run_second(1, 1, 1));
 	/* A guest with load returns memory, too, but slowly. */
 	start(0);
 	for (seconds = 0; seconds < limits.boot_s + 180; seconds++)
-		second(100 * MIB / UNIT_BYTES, 200, 50);
+		run_second(100 * MIB / UNIT_BYTES, 200, 50);
 	CHECK(guest.now.file_bytes > 300 * MIB && guest.now.file_bytes < 500 * MIB);
 }
 
@@ -181,7 +181,7 @@ static void an_alternating_working_set_is_left_alone(void)
 	for (load = 1; load <= 50; load += 49) {
 		start(1000);
 		for (t = 0; t < HOUR; t++)
-			second(t / 60 % 2 ? large : small, t / 60 % 2 ? 2000 : 300, load);
+			run_second(t / 60 % 2 ? large : small, t / 60 % 2 ? 2000 : 300, load);
 		ratio = guest.now.own * AUTOSIZE_PAGE_BYTES / amplitude_bytes;
 		printf("autosize: alternating, load %u %%: reclaimed %.2f times the amplitude\n",
 		       load, ratio);
@@ -196,33 +196,33 @@ static void pauses_after_stalls_double(void)
 	unsigned int i, t;
 
 	start(1000);
-	quiet_seconds(20);
+	run_quiet_seconds(20);
 	CHECK(guest.why == AUTOSIZE_RETURNING);
 	for (i = 0; i < sizeof(pauses) / sizeof(*pauses); i++) {
 		guest.now.stall_us += AUTOSIZE_STALL_PAUSE_US + 1;
-		CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_STALL);
-		for (t = 1; !second(1, 1, 1); t++)
+		CHECK(!run_second(1, 1, 1) && guest.why == AUTOSIZE_STALL);
+		for (t = 1; !run_second(1, 1, 1); t++)
 			CHECK(t < HOUR);
 		CHECK(t == pauses[i]);
 	}
 	/* Steps are half as large after a pause. As much time without trouble restores them. */
 	start(1000);
 	guest.now.stall_us += AUTOSIZE_STALL_PAUSE_US + 1;
-	while (!second(1, 1, 50))
+	while (!run_second(1, 1, 50))
 		;
 	guest.now.stall_us += AUTOSIZE_STALL_PAUSE_US + 1;
-	while (!second(1, 1, 50))
+	while (!run_second(1, 1, 50))
 		;
 	CHECK(guest.law.level == 1);
 	for (t = 1; t < limits.pause_s; t++)
-		second(1, 1, 50);
+		run_second(1, 1, 50);
 	CHECK(!guest.law.level && guest.why == AUTOSIZE_RETURNING);
 	/* A short stall delays the next step only. */
 	start(1000);
-	quiet_seconds(20);
+	run_quiet_seconds(20);
 	guest.now.stall_us += AUTOSIZE_STALL_WAIT_US + 1;
-	CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_WAITING);
-	quiet_seconds(AUTOSIZE_STALL_SAMPLES);
+	CHECK(!run_second(1, 1, 1) && guest.why == AUTOSIZE_WAITING);
+	run_quiet_seconds(AUTOSIZE_STALL_SAMPLES);
 	CHECK(guest.why == AUTOSIZE_RETURNING && !guest.law.level);
 }
 
@@ -230,22 +230,22 @@ static void pauses_after_stalls_double(void)
 static void obstacles_prevent_reclaim(void)
 {
 	start(0);
-	quiet_seconds(119);
+	run_quiet_seconds(119);
 	CHECK(guest.why == AUTOSIZE_BOOTING && !guest.now.own);
-	quiet_seconds(2);
+	run_quiet_seconds(2);
 	CHECK(guest.why == AUTOSIZE_RETURNING && guest.now.own);
 	guest.now.on = false;
-	CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_CACHE_OFF);
+	CHECK(!run_second(1, 1, 1) && guest.why == AUTOSIZE_CACHE_OFF);
 	/* The law does not count what the kernel evicts meanwhile. */
 	guest.now.evicted += 100000;
-	CHECK(!second(1, 1, 1));
+	CHECK(!run_second(1, 1, 1));
 	guest.now.on = true;
-	CHECK(second(1, 1, 1));
+	CHECK(run_second(1, 1, 1));
 	guest.now.reports = false;
-	CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_NO_REPORTING);
+	CHECK(!run_second(1, 1, 1) && guest.why == AUTOSIZE_NO_REPORTING);
 	guest.now.reports = true;
 	guest.now.swaps = true;
-	CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_SWAP);
+	CHECK(!run_second(1, 1, 1) && guest.why == AUTOSIZE_SWAP);
 }
 
 /* If the pool does not keep the pages, the service soon ends, before the disk reads them again. */
@@ -253,11 +253,11 @@ static void pages_that_the_pool_does_not_keep_end_reclaim(void)
 {
 	start(1000);
 	guest.kept_percent = 50;
-	quiet_seconds(HOUR);
+	run_quiet_seconds(HOUR);
 	CHECK(guest.now.own * AUTOSIZE_PAGE_BYTES < 100 * MIB);
 	start(1000);
 	guest.kept_percent = 50;
-	quiet_seconds(5);
+	run_quiet_seconds(5);
 	CHECK(guest.why == AUTOSIZE_UNKEPT);
 }
 
@@ -267,21 +267,21 @@ static void pages_that_the_host_refuses_later_end_reclaim(void)
 	start(1000);
 	guest.kept_percent = 0;
 	guest.late = true;
-	quiet_seconds(5);
+	run_quiet_seconds(5);
 	CHECK(guest.why == AUTOSIZE_UNKEPT);
-	quiet_seconds(HOUR);
+	run_quiet_seconds(HOUR);
 	CHECK(guest.now.own * AUTOSIZE_PAGE_BYTES < 100 * MIB);
 
 	/* More pages may be refused between two samples than are sent. */
 	start(1000);
-	quiet_seconds(20);
+	run_quiet_seconds(20);
 	guest.now.failed += guest.now.taken;
-	CHECK(!second(1, 1, 1) && guest.why == AUTOSIZE_UNKEPT);
+	CHECK(!run_second(1, 1, 1) && guest.why == AUTOSIZE_UNKEPT);
 	/* Refusals of pages that were evicted before the service began do not count. */
 	start(1000);
-	quiet_seconds(1);
+	run_quiet_seconds(1);
 	guest.now.failed += 100000;
-	quiet_seconds(10);
+	run_quiet_seconds(10);
 	CHECK(guest.why == AUTOSIZE_RETURNING);
 }
 
@@ -289,19 +289,19 @@ static void pages_that_the_host_refuses_later_end_reclaim(void)
 static void counters_of_a_new_driver_do_not_count_as_losses(void)
 {
 	start(1000);
-	quiet_seconds(20);
+	run_quiet_seconds(20);
 	CHECK(guest.why == AUTOSIZE_RETURNING && guest.now.taken);
 	guest.now.hits = 5000;
 	guest.now.failed = 100;
-	CHECK(second(1, 1, 1));
+	CHECK(run_second(1, 1, 1));
 	guest.now.taken = 0;
 	guest.now.hits = 0;
 	guest.now.failed = 0;
-	CHECK(second(1, 1, 1));
-	quiet_seconds(5);
+	CHECK(run_second(1, 1, 1));
+	run_quiet_seconds(5);
 	CHECK(guest.why == AUTOSIZE_RETURNING);
 	guest.kept_percent = 0;
-	quiet_seconds(5);
+	run_quiet_seconds(5);
 	CHECK(guest.why == AUTOSIZE_UNKEPT);
 }
 
@@ -313,13 +313,13 @@ static void a_step_ends_when_it_harms(void)
 	uint64_t before;
 
 	start(1000);
-	quiet_seconds(120);
+	run_quiet_seconds(120);
 	before = guest.now.own;
-	CHECK(second(1, 1, 1) > AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(run_second(1, 1, 1) > AUTOSIZE_STEP_BYTES_MAX);
 	CHECK(guest.now.own - before > 2 * AUTOSIZE_UNKEPT_PAGES_MIN);
 	guest.kept_percent = 0;
 	before = guest.now.own;
-	CHECK(second(1, 1, 1) > AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(run_second(1, 1, 1) > AUTOSIZE_STEP_BYTES_MAX);
 	CHECK(guest.now.own - before <= AUTOSIZE_UNKEPT_PAGES_MIN + UNIT_PAGES);
 
 	now.evicted += 2000 + AUTOSIZE_UNKEPT_PAGES_MIN;
@@ -346,13 +346,13 @@ static void an_event_causes_one_pause(void)
 
 	for (seconds = 1; seconds <= 40; seconds += 39) {
 		start(1000);
-		quiet_seconds(20);
+		run_quiet_seconds(20);
 		for (t = 0, why = 0; t < 200; t++) {
 			if (t < seconds) {
 				guest.now.refaults += 2000;
 				guest.now.hits += 2000;
 			}
-			second(1, 1, 1);
+			run_second(1, 1, 1);
 			CHECK(t || guest.why == AUTOSIZE_BACK);
 			why += guest.why != AUTOSIZE_RETURNING && guest.why != AUTOSIZE_FLOOR;
 		}
@@ -369,10 +369,10 @@ static void a_busy_thread_prevents_large_steps(void)
 	for (busy = 20; busy <= 30; busy += 10) {
 		start(1000);
 		guest.now.cpus = 32;
-		quiet_seconds(1);
+		run_quiet_seconds(1);
 		for (t = 0; t < 200; t++) {
 			guest.now.ticks += 31 * TICKS;
-			step = second(1, 1, busy);
+			step = run_second(1, 1, busy);
 			CHECK(step || guest.why == AUTOSIZE_FLOOR);
 			CHECK(busy == 20 || step <= AUTOSIZE_STEP_BYTES_MAX);
 		}
@@ -381,29 +381,29 @@ static void a_busy_thread_prevents_large_steps(void)
 	/* Large steps may cause a little load: it prevents them, and does not end them. */
 	start(1000);
 	for (t = 0; t < 200; t++)
-		CHECK(second(1, 1, 10) <= AUTOSIZE_STEP_BYTES_MAX);
+		CHECK(run_second(1, 1, 10) <= AUTOSIZE_STEP_BYTES_MAX);
 	start(1000);
-	quiet_seconds(125);
-	CHECK(second(1, 1, 20) > AUTOSIZE_STEP_BYTES_MAX);
-	CHECK(second(1, 1, 20) > AUTOSIZE_STEP_BYTES_MAX);
-	CHECK(second(1, 1, 30) <= AUTOSIZE_STEP_BYTES_MAX);
+	run_quiet_seconds(125);
+	CHECK(run_second(1, 1, 20) > AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(run_second(1, 1, 20) > AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(run_second(1, 1, 30) <= AUTOSIZE_STEP_BYTES_MAX);
 	/* The service's own time is no load, either. */
 	start(1000);
 	for (t = 0; t < 125; t++) {
 		guest.now.own_busy += TICKS * 60 / 100;
-		step = second(1, 1, 61);
+		step = run_second(1, 1, 61);
 	}
 	CHECK(step > AUTOSIZE_STEP_BYTES_MAX);
 	start(1000);
-	quiet_seconds(100);
+	run_quiet_seconds(100);
 	guest.now.now_s += HOUR;
-	CHECK(second(1, 1, 1) <= AUTOSIZE_STEP_BYTES_MAX);
+	CHECK(run_second(1, 1, 1) <= AUTOSIZE_STEP_BYTES_MAX);
 	CHECK(guest.why == AUTOSIZE_RETURNING);
 	/* The kernel's sum of idle time may fall, which does not show that the guest is idle. */
-	quiet_seconds(10);
+	run_quiet_seconds(10);
 	CHECK(guest.law.busy_at_s < guest.now.now_s);
 	guest.now.ticks -= 2 * TICKS;
-	quiet_seconds(1);
+	run_quiet_seconds(1);
 	CHECK(guest.law.busy_at_s == guest.now.now_s);
 }
 
@@ -414,13 +414,13 @@ static void pages_that_come_back_end_reclaim(void)
 
 	for (i = 0; i < 2; i++) {
 		start(1000);
-		quiet_seconds(100);
+		run_quiet_seconds(100);
 		CHECK(guest.why == AUTOSIZE_RETURNING);
 		for (t = 0; guest.why == AUTOSIZE_RETURNING; t++) {
 			/* Read 32 units in a second: few enough that no stall is counted. */
 			guest.now.refaults += 32 * UNIT_PAGES;
 			guest.now.hits += i ? 0 : 32 * UNIT_PAGES;
-			second(1, 1, 1);
+			run_second(1, 1, 1);
 			CHECK(++unit < HOUR);
 		}
 		CHECK(guest.why == (i ? AUTOSIZE_DISK : AUTOSIZE_BACK));
@@ -446,7 +446,7 @@ static void fruitless_steps_are_not_repeated(void)
 static void steps_are_limited(void)
 {
 	start(1000);
-	quiet_seconds(1);
+	run_quiet_seconds(1);
 	guest.now.now_s++;
 	guest.now.file_bytes = 64 * 1024 * MIB;
 	CHECK(autosize_step(&guest.law, &limits, &guest.now, &guest.why) ==

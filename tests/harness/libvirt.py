@@ -218,7 +218,7 @@ class Libvirt:
             raise HarnessError(f"virsh {words} failed: {done.stderr}\n{self.report()}")
         return done.stdout
 
-    def virsh_refused(self, *words: str) -> str:
+    def expect_virsh_error(self, *words: str) -> str:
         """Runs virsh, which must fail, and returns its error message."""
         done = self._virsh(*words)
         if done.status == 0:
@@ -240,7 +240,9 @@ class Libvirt:
             )
         return done.stdout
 
-    def refused(self, command: str, domain: str, *words: str | Path, status: int = 6) -> str:
+    def expect_tmemctl_error(
+        self, command: str, domain: str, *words: str | Path, status: int = 6
+    ) -> str:
         """Runs tmemctl, requires that it exits with `status`, and returns its error message."""
         done = self.tmemctl_run(command, domain, *words)
         if done.status != status:

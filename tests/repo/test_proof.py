@@ -276,8 +276,8 @@ def test_disk_processes_of_a_fleet_are_selected_by_disk_name(tmp_path: Path) -> 
     for number, export in enumerate(vm.exports):
         export.__dict__["_process"] = SimpleNamespace(pid=100 + number)
     fleet = Fleet([cast(guests.Box, SimpleNamespace(vm=vm))])
-    assert fleet.fronts() == [100, 101]
-    assert fleet.fronts("data") == [100]
+    assert fleet.disk_processes() == [100, 101]
+    assert fleet.disk_processes("data") == [100]
 
 
 def test_neighbour_load_that_ends_before_the_victims_is_refused() -> None:

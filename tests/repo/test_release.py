@@ -29,13 +29,13 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
     )  # fmt: skip
 
 
-def passed(*command: str | Path, **environment: str) -> str:
+def run_checked(*command: str | Path, **environment: str) -> str:
     done = run(*command, **environment)
     assert done.returncode == 0, f"{command} failed:\n{done.stdout}"
     return done.stdout
 
 
-def copied(directory: Path) -> Path:
+def copy_version_files(directory: Path) -> Path:
     """Copies the files that name the version."""
     for name in NAMING:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,10 +44,10 @@ def copied(directory: Path) -> Path:
 
 
 def test_all_files_name_the_same_version(tmp_path: Path) -> None:
-    version = passed(ROOT / "packaging/version").strip()
+    version = run_checked(ROOT / "packaging/version").strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
     for name in NAMING[:-2]:
-        script = copied(tmp_path)
+        script = copy_version_files(tmp_path)
         file = tmp_path / name
         if name.endswith("core.h"):
             text = re.sub(r"(VERSION_PATCH\t)\d+", r"\g<1>99", file.read_text())
@@ -70,14 +70,14 @@ SOURCE_TREE = ROOT / "packaging/source-tree"
 def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Path) -> None:
     """The script leaves a directory with other files, and the repository itself, as they are."""
     target = tmp_path / "tree"
-    passed(SOURCE_TREE, target)
+    run_checked(SOURCE_TREE, target)
     assert (target / "Makefile").exists()
     (target / "stale").touch()
-    passed(SOURCE_TREE, target)
+    run_checked(SOURCE_TREE, target)
     assert not (target / "stale").exists()
 
     copy = tmp_path / "copy"
-    passed("cp", "-a", target, copy)
+    run_checked("cp", "-a", target, copy)
     (copy / ".source-tree").unlink()
     script = copy / "packaging/source-tree"
     # A marker does not allow the script to delete the tree that contains the script.
@@ -95,7 +95,7 @@ def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Pa
 def test_source_tree_script_copies_no_untracked_files(tmp_path: Path) -> None:
     """Neither a checkout behind a link nor one of another user counts as a source archive."""
     (tmp_path / "link").symlink_to(ROOT)
-    passed(tmp_path / "link/packaging/source-tree", tmp_path / "tree")
+    run_checked(tmp_path / "link/packaging/source-tree", tmp_path / "tree")
     assert (tmp_path / "tree/Makefile").exists() and not (tmp_path / "tree/.git").exists()
     done = run(
         SOURCE_TREE, tmp_path / "other", GIT_TEST_ASSUME_DIFFERENT_OWNER="1",
@@ -111,7 +111,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     home = Path("/tmp") / f"gpg-{os.getpid()}"
     home.mkdir(mode=0o700)
     environment = {"GNUPGHOME": str(home)}
-    passed(
+    run_checked(
         "gpg", "--batch", "--passphrase", "", "--quick-generate-key", "test@virtio-tmem.example",
         "ed25519", "sign", "1d", **environment,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 def test_apt_accepts_the_repository_whose_packages_never_change(
     tmp_path: Path, key: dict[str, str]
 ) -> None:
-    passed(
+    run_checked(
         ROOT / "packaging/packages",
         "--guest",
         tmp_path / "built",
@@ -137,9 +137,9 @@ def test_apt_accepts_the_repository_whose_packages_never_change(
         "--key",
     ]
     assert "no secret key" in run(*make, "nobody@example", repository, **key).stdout
-    passed(*make, "test@virtio-tmem.example", repository, **key)
+    run_checked(*make, "test@virtio-tmem.example", repository, **key)
     # A second run for equal packages changes nothing. A package with other bytes is refused.
-    passed(*make, "test@virtio-tmem.example", repository, **key)
+    run_checked(*make, "test@virtio-tmem.example", repository, **key)
     names = sorted(path.name for path in repository.iterdir())
     assert names == ["conf", "db", "dists", "pool", "virtio-tmem.gpg"]
     package = next((tmp_path / "built").glob("*.deb"))
@@ -168,6 +168,8 @@ def test_apt_accepts_the_repository_whose_packages_never_change(
         "-oDir::State::status=/dev/null", "-oAPT::Sandbox::User=", "-oAPT::Update::Error-Mode=any",
         f"-oDir::Etc::preferencesparts={apt}/parts", "-oDir::Etc::preferences=-",
     ]  # fmt: skip
-    passed("apt-get", *options, "update")
-    version = passed(ROOT / "packaging/version").strip()
-    assert f"Version: {version}\n" in passed("apt-cache", *options, "show", "virtio-tmem-guest")
+    run_checked("apt-get", *options, "update")
+    version = run_checked(ROOT / "packaging/version").strip()
+    assert f"Version: {version}\n" in run_checked(
+        "apt-cache", *options, "show", "virtio-tmem-guest"
+    )

@@ -179,7 +179,9 @@ esac
 """
     )
     old.chmod(0o755)
-    words = libvirt.refused("attach", machine.name, "--emulator", old, "--retain", "on")
+    words = libvirt.expect_tmemctl_error(
+        "attach", machine.name, "--emulator", old, "--retain", "on"
+    )
     assert "no property retain" in words and "--emulator" in words
     attach("--emulator", old)
     assert retain(libvirt, machine) is None, (
@@ -263,17 +265,19 @@ def test_killed_test_run_leaves_no_process(session: Session, machine: Machine) -
 
 def test_misconfigurations_are_reported_with_a_remedy(libvirt: Libvirt, machine: Machine) -> None:
     before = define(libvirt, machine)
-    words = libvirt.refused("attach", machine.name, "--emulator", "/bin/true")
+    words = libvirt.expect_tmemctl_error("attach", machine.name, "--emulator", "/bin/true")
     assert "/bin/true" in words and "vhost-user-tmem-pci" in words and "--emulator" in words
-    words = libvirt.refused("attach", machine.name, "--limit", "1MiB", "--reserve", "2MiB")
+    words = libvirt.expect_tmemctl_error(
+        "attach", machine.name, "--limit", "1MiB", "--reserve", "2MiB"
+    )
     assert "1024 KiB" in words and "2048 KiB" in words
-    words = libvirt.refused("attach", "nobody", status=5)
+    words = libvirt.expect_tmemctl_error("attach", "nobody", status=5)
     assert '"nobody"' in words and "virsh list --all" in words
-    words = libvirt.refused("quota", machine.name)
+    words = libvirt.expect_tmemctl_error("quota", machine.name)
     assert "tmemctl attach" in words
     for command in ("attach", "detach"):
         # libvirt can add or remove the device only at the next start, so --live is refused.
-        assert "--live" in libvirt.refused(command, machine.name, "--live", status=2)
+        assert "--live" in libvirt.expect_tmemctl_error(command, machine.name, "--live", status=2)
     done = libvirt.tmemctl_run("attach", machine.name, "--limit", "1XiB")
     assert done.status == 2 and '"XiB"' in done.stderr
     assert libvirt.config(machine.name) == before
@@ -403,9 +407,11 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
         valid = run(["xmllint", "--noout", "--relaxng", SCHEMA, document])
         assert valid.status == 0, valid.stderr
 
-    words = libvirt.refused("quota", name, "--limit", "512KiB", "--live")
+    words = libvirt.expect_tmemctl_error("quota", name, "--limit", "512KiB", "--live")
     assert "512 KiB is below the reserve of 1024 KiB" in words
-    words = libvirt.refused("quota", name, "--limit", "none", "--reserve", "1TiB", "--live")
+    words = libvirt.expect_tmemctl_error(
+        "quota", name, "--limit", "none", "--reserve", "1TiB", "--live"
+    )
     assert "1099511627776" in words, f"the daemon's refusal does not name the reserve: {words}"
     assert quota()["limit_bytes"] == 2 << 20
     assert "limit          : 2048 KiB\n" in libvirt.tmemctl("quota", name, "--live")
@@ -413,7 +419,7 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
     # After a wrong change by virsh, `tmemctl quota` reports the fault and can correct it.
     wrong = "<cache><limit unit='XiB'>1</limit></cache>"
     libvirt.virsh("metadata", name, NAMESPACE, "--config", "--key", "tmem", "--set", wrong)
-    assert '"XiB"' in libvirt.refused("quota", name, "--config")
+    assert '"XiB"' in libvirt.expect_tmemctl_error("quota", name, "--config")
     libvirt.tmemctl("quota", name, "--limit", "none", "--weight", "7", "--config")
     assert "limit          : unlimited\n" in libvirt.tmemctl("quota", name, "--config")
     assert "limit          : 2048 KiB\n" in libvirt.tmemctl("quota", name, "--live")
@@ -431,32 +437,32 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     directory = session.directory / "tmemd0"
     attach = ("attach", name, "--run-directory", directory)
     libvirt.tmemctl(*attach, "--required", "yes")
-    words = libvirt.virsh_refused("start", name)
+    words = libvirt.expect_virsh_error("start", name)
     assert "cannot use the cache that it requires" in words and f"{directory}/control" in words
 
     daemon = session.daemon(Tenant(UUID, uuid=UUID), pool_size="8MiB")
     assert daemon.directory == directory
     daemon.start()
     libvirt.tmemctl(*attach, "--reserve", "1TiB")
-    words = libvirt.virsh_refused("start", name)
+    words = libvirt.expect_virsh_error("start", name)
     assert "refuses the VM's quota" in words and "1099511627776" in words
     libvirt.tmemctl(*attach, "--reserve", "0", "--trust-domain", "team")
-    words = libvirt.virsh_refused("start", name)
+    words = libvirt.expect_virsh_error("start", name)
     assert "in trust domain none" in words and "as the daemon's --vm or [[vm]] says" in words
     libvirt.tmemctl("attach", name, "--trust-domain", "none", "--run-directory", machine.directory)
-    words = libvirt.virsh_refused("start", name)
+    words = libvirt.expect_virsh_error("start", name)
     assert str(machine.directory) in words and "--run-directory" in words
     libvirt.tmemctl(*attach)
     private = machine.directory / "private.xml"
     private.write_text(libvirt.config(name).replace("mode='shared'", "mode='private'"))
     libvirt.virsh("define", private)
-    words = libvirt.virsh_refused("start", name)
+    words = libvirt.expect_virsh_error("start", name)
     assert "the domain's memory is not shared" in words and "tmemctl attach" in words
     libvirt.tmemctl(*attach)
 
     # A daemon that hangs delays a start by seconds only.
     daemon.pause()
-    assert "did not answer within 2 s" in libvirt.virsh_refused("start", name)
+    assert "did not answer within 2 s" in libvirt.expect_virsh_error("start", name)
     daemon.resume()
     libvirt.virsh("start", name, "--paused")
     daemon.kill()
@@ -545,7 +551,7 @@ def test_bridge_applies_quotas_after_any_service_restarts(
     assert vm_of(daemon)["problem"] is None
 
     # libvirtd refuses a migration to itself.
-    words = libvirt.virsh_refused("migrate", "--live", "--unsafe", machine.name, libvirt.uri)
+    words = libvirt.expect_virsh_error("migrate", "--live", "--unsafe", machine.name, libvirt.uri)
     assert "same host" in words
 
 

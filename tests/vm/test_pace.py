@@ -170,7 +170,7 @@ def reclaim(guest: Guest, how: str, before: dict[str, int]) -> Counter[str]:
     return grown
 
 
-def test_registered_task_loses_few_pages_that_it_reclaims(
+def test_task_registered_for_pacing_loses_few_pages_that_it_reclaims(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """A registered task waits for a slow host in a write to memory.reclaim; other tasks do not."""

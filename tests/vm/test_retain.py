@@ -100,8 +100,11 @@ def boot(
     return guest, dict(list(sums.items())[:files])
 
 
-def evict_one(guest: Guest, path: str) -> dict[str, int]:
-    """Evicts the pages of one file by fadvise, whose hook is off. Returns the driver's counters."""
+def evict_file(guest: Guest, path: str) -> dict[str, int]:
+    """Evicts the pages of one file with fadvise. Returns the driver's counters.
+
+    The caller has set test_hooks_off=fadvise.
+    """
     guest.sh(f"{SPECIAL} dontneed {path}", 60)
     settle(guest)
     return settle_refs(guest)
@@ -377,12 +380,12 @@ def test_driver_puts_copies_while_references_find_no_page(
         set_parameter(guest, "test_hooks_off", "fadvise")
         liar.lie = "ref-gone"
         path = next(iter(sums))
-        before = evict_one(guest, path)
+        before = evict_file(guest, path)
         assert GONE_MAX < before["refs_gone"] <= PAGES
         liar.lie = ""
 
         assert checksums(guest, [path]) == {path: sums[path]}
-        after = evict_one(guest, path)
+        after = evict_file(guest, path)
         grown = growth(before, after)
         assert grown["puts"] >= PAGES // 2, grown
         assert grown["retained_hits"] <= PAGES // 2, grown
@@ -391,7 +394,7 @@ def test_driver_puts_copies_while_references_find_no_page(
         recovered = False
         for _ in range(RECOVERY_GETS // PAGES):
             assert checksums(guest, [path]) == {path: sums[path]}
-            last, after = after, evict_one(guest, path)
+            last, after = after, evict_file(guest, path)
             if recovered := growth(last, after)["refs"] >= PAGES * 3 // 4:
                 break
         assert recovered, growth(before, after)
@@ -440,7 +443,7 @@ def test_full_index_erases_retained_entries_first(
     set_parameter(guest, "test_hooks_off", "fadvise")
     for number in range(21, 24):
         guest.sh(f"cat {WHERE}/f{number} >/dev/null")
-        evict_one(guest, f"{WHERE}/f{number}")
+        evict_file(guest, f"{WHERE}/f{number}")
         if stats(guest)["retained_evicted"] > 0:
             break
     # The evictor frees 3/16 of the index's memory without the hash table.
@@ -455,7 +458,7 @@ def test_full_index_erases_retained_entries_first(
     # The pages whose entries were erased are copied.
     before = stats(guest)
     for path in some:
-        after = evict_one(guest, path)
+        after = evict_file(guest, path)
     assert growth(before, after)["puts"] > retained // 8
     assert checksums(guest, list(some)) == some
     wait_state(guest, "on")

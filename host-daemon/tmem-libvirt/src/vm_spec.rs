@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_daemon_gets_the_maximum_memory_of_the_domain() {
+    fn memory_max_is_1_gib_above_the_maximum_memory_of_the_domain() {
         let device = Device {
             socket: "s".into(),
             ours: true,

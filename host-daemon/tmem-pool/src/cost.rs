@@ -59,13 +59,13 @@ pub(crate) const KEY_NS: u64 = 50;
 /// Returns the cost in nanoseconds of visiting and removing sampled keys in all calls of
 /// the estimator so far. The constant cost of each call is not included.
 pub(crate) fn estimator_ns<K: Copy>(estimator: &Estimator<K>) -> u64 {
-    estimator.passed() * FOLLOWED_NS + estimator.forgotten() * DROP_ESTIMATE_NS
+    estimator.nr_passed() * FOLLOWED_NS + estimator.nr_forgotten() * DROP_ESTIMATE_NS
 }
 
 /// Returns the largest cost in nanoseconds of a walk over all keys that the estimator follows
 /// (samples). It includes the cost of removing each of them.
 pub(crate) fn drop_all_estimates_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
-    estimator.sampled() * (FOLLOWED_NS + DROP_ESTIMATE_NS)
+    estimator.nr_sampled() * (FOLLOWED_NS + DROP_ESTIMATE_NS)
 }
 
 /// Largest cost of one page of a put. In the worst case, the page replaces another page, and

@@ -553,7 +553,8 @@ mod tests {
     #[test]
     fn dedup_table_lists_the_same_blobs_as_a_set_model() {
         const BLOBS: u32 = 20_000;
-        for_each_seed("dedup_table_matches_a_set_model", 4, |seed| {
+        let name = "dedup_table_lists_the_same_blobs_as_a_set_model";
+        for_each_seed(name, 4, |seed| {
             let mut rng = Rng::new(seed);
             let mut blobs = Blobs::random(BLOBS, &mut rng);
             // Every hundredth blob has a place that many other blobs have, too, so that some of

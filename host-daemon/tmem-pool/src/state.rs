@@ -238,7 +238,7 @@ impl State {
             gain_hits: estimates.gain_hits,
             loss_hits: estimates.loss_hits,
             loss_hits_seen: estimates.loss_hits_seen,
-            gain_steps: self.estimator.passed(),
+            gain_steps: self.estimator.nr_passed(),
             nursery_pages_max: self.raw_max(spare_pages),
             detached_pages: self.index.detached.pages.into(),
             pools: self.index.nr_pools() as u64,

@@ -139,19 +139,19 @@ impl<K: Copy> Estimator<K> {
     }
 
     /// Returns the number of sampled keys: at most [`SAMPLES_MAX`].
-    pub fn sampled(&self) -> u64 {
+    pub fn nr_sampled(&self) -> u64 {
         self.puts.len() as u64
     }
 
     /// Returns the number of sampled keys that all calls so far have walked over, a measure of the
     /// estimator's work.
-    pub fn passed(&self) -> u64 {
+    pub fn nr_passed(&self) -> u64 {
         self.passed
     }
 
     /// Returns the number of sampled keys that all calls so far have removed, a measure of the
     /// estimator's work.
-    pub fn forgotten(&self) -> u64 {
+    pub fn nr_forgotten(&self) -> u64 {
         self.forgotten
     }
 

@@ -55,7 +55,7 @@ fn a_clean_stop_releases_all_resources() {
     // In the first run, the process creates resources that it creates only once, such as the SIGBUS
     // handler. So the test counts the resources after this run.
     live(0);
-    let settled = |before: Option<&Taken>| {
+    let wait_settled = |before: Option<&Taken>| {
         let mut now = taken_by(own);
         if let Some(before) = before {
             until("the daemon's threads have ended", || {
@@ -65,11 +65,11 @@ fn a_clean_stop_releases_all_resources() {
         }
         now
     };
-    let before = settled(None);
+    let before = wait_settled(None);
     for round in 1..5 {
         live(round);
     }
-    let after = settled(Some(&before));
+    let after = wait_settled(Some(&before));
     println!(
         "the process's resources before the daemon's start: {before:?}, after its stop: {after:?}"
     );

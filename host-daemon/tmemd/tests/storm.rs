@@ -65,10 +65,10 @@ fn small(name: &str, number: usize) -> GuestConfig {
 /// Barrier at which the threads of all VMs wait for each other. If one of the threads fails, the
 /// other threads fail after a time limit.
 #[derive(Default)]
-struct Meeting(AtomicUsize);
+struct Barrier(AtomicUsize);
 
-impl Meeting {
-    fn all(&self, parties: usize) {
+impl Barrier {
+    fn wait(&self, parties: usize) {
         let arrived = self.0.fetch_add(1, Ordering::SeqCst) + 1;
         let wanted = arrived.next_multiple_of(parties);
         let deadline = Instant::now() + crate::common::scaled(REPLY_TIMEOUT);
@@ -83,7 +83,7 @@ impl Meeting {
 }
 
 /// Polls the resources of the daemon until `stated` returns true for them, and returns them.
-fn settled(pid: i32, stated: impl Fn(&crate::common::Taken) -> bool) -> crate::common::Taken {
+fn wait_settled(pid: i32, stated: impl Fn(&crate::common::Taken) -> bool) -> crate::common::Taken {
     let deadline = Instant::now() + crate::common::scaled(crate::common::TIMEOUT);
     loop {
         let now = crate::common::taken_by(pid);
@@ -150,13 +150,13 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
         before = now;
         same == 20 && before.threads < 20
     });
-    let meeting = Meeting::default();
+    let barrier = Barrier::default();
     let in_flight = AtomicUsize::new(0);
     println!("daemon's resources before the first round: {before:?}");
     let mut most = before;
     std::thread::scope(|scope| {
         for (number, socket) in sockets.iter().enumerate() {
-            let (meeting, in_flight, name) = (&meeting, &in_flight, &names[number]);
+            let (barrier, in_flight, name) = (&barrier, &in_flight, &names[number]);
             scope.spawn(move || {
                 let own = seed.wrapping_mul(VMS as u64) + number as u64;
                 let mut rng = fastrand::Rng::with_seed(own);
@@ -168,12 +168,12 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
                 };
                 let mut driver = Driver::new(small(name, number), config).unwrap();
                 for _ in 0..ROUNDS {
-                    meeting.all(VMS + 1);
+                    barrier.wait(VMS + 1);
                     visit(&mut driver, socket, &mut rng);
-                    meeting.all(VMS + 1);
+                    barrier.wait(VMS + 1);
                     // All threads wait here while their VMs are connected, so that the main thread
                     // can count the daemon's resources.
-                    meeting.all(VMS + 1);
+                    barrier.wait(VMS + 1);
                     if rng.bool() {
                         driver.put(1, 0, 8);
                         in_flight.fetch_add(driver.guest.in_flight(), Ordering::SeqCst);
@@ -188,18 +188,18 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
             });
         }
         for _ in 0..ROUNDS {
-            meeting.all(VMS + 1);
-            meeting.all(VMS + 1);
+            barrier.wait(VMS + 1);
+            barrier.wait(VMS + 1);
             // The daemon unmaps the memory tables of a connection shortly after the connection has
             // ended. So the test waits for the expected numbers.
-            let now = settled(before.pid, |now| {
+            let now = wait_settled(before.pid, |now| {
                 now.threads == before.threads + VMS * THREADS_PER_VM
                     && now.descriptors == before.descriptors + VMS * DESCRIPTORS_PER_VM
                     && now.mappings <= before.mappings + VMS * MAPPINGS_PER_VM
             });
             println!("the daemon's resources while all VMs are connected: {now:?}");
             most = most.most(&now);
-            meeting.all(VMS + 1);
+            barrier.wait(VMS + 1);
         }
     });
     println!("daemon's resources before the first round: {before:?}");
@@ -212,7 +212,7 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
         memory <= VMS * MEMORY_PER_VM_BYTES,
         "the daemon kept {memory} bytes, more than {MEMORY_PER_VM_BYTES} for each VM"
     );
-    let after = settled(before.pid, |now| {
+    let after = wait_settled(before.pid, |now| {
         now.threads <= before.threads
             && now.descriptors <= before.descriptors
             && now.mappings <= before.mappings + MAPPINGS_LEFT

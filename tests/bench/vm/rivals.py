@@ -102,7 +102,7 @@ class Fleet:
     ksm: Ksm | None = None
     warm_bytes: int = 0  # peak of the host's bytes in the warm-up
 
-    def fronts(self, *names: str) -> list[int]:
+    def disk_processes(self, *names: str) -> list[int]:
         """Returns the processes that serve the guests' disks, or only those with these names.
 
         QEMU serves its disks itself.
@@ -116,7 +116,7 @@ class Fleet:
         ]
 
     def host_bytes(self) -> int:
-        pids = [box.vm.process.pid for box in self.boxes] + self.fronts()
+        pids = [box.vm.process.pid for box in self.boxes] + self.disk_processes()
         if self.daemon:
             pids.append(self.daemon.process.pid)
         cached = self.group.cached_bytes() if self.group else 0
@@ -126,7 +126,7 @@ class Fleet:
         """Returns the bytes read from the disks with the files, without the disks with requests."""
         vms = [box.vm for box in self.boxes if isinstance(box.vm, Vm)]
         in_qemu = sum(int(vm.block_stat("data")["rd_bytes"]) for vm in vms)
-        return in_qemu + sum(disk_read_bytes(pid) for pid in self.fronts("data"))
+        return in_qemu + sum(disk_read_bytes(pid) for pid in self.disk_processes("data"))
 
     def counters(self) -> dict[str, int]:
         if not self.daemon:

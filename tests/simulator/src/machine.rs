@@ -354,7 +354,7 @@ impl Machine {
     /// Ends the migration: changes the guest's memory to what the destination has. A page that was
     /// not logged as written has the contents that were sent at the beginning of the migration. The
     /// rings must be stopped. The VMM itself logs the pages of the used rings.
-    pub fn arrive(&mut self) {
+    pub fn complete_migration(&mut self) {
         let Some(Migration { logs, base }) = self.migration.take() else {
             return;
         };

@@ -55,7 +55,7 @@ fn a_tenant_over_its_limit_evicts_its_own_oldest_pages() {
 }
 
 #[test]
-fn a_page_larger_than_the_limit_is_refused_without_eviction() {
+fn a_page_whose_charge_exceeds_the_limit_is_refused_without_eviction() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, limited(NOISE_CHARGE - 1));
     assert_eq!(put(&tenant, 1, 2, 1, &noise(1)), Refused);
@@ -836,7 +836,7 @@ fn index_memory_of_evicted_pages_is_released() {
 }
 
 #[test]
-fn a_put_into_a_pool_smaller_than_the_page_is_refused() {
+fn a_put_is_refused_if_page_and_metadata_do_not_fit_into_the_pool() {
     let engine = new_engine(6 << 10);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, 1, 0, 1, &noise(1)), Refused);

@@ -66,10 +66,11 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// Logs and counts a peer that connected to the socket without permission.
-    fn refuse(&self, peer: &UnauthorizedPeer) {
+    /// Logs that a peer connected to the socket without permission. For a VM's socket, also counts
+    /// the refused connection and sends an event.
+    fn report_unauthorized(&self, peer: &UnauthorizedPeer) {
         match self {
-            Purpose::Vm(vm) => vm.refuse(peer),
+            Purpose::Vm(vm) => vm.report_unauthorized(peer),
             Purpose::Control(service, _) => {
                 service.warn(format_args!("a client is refused: {peer}"))
             }
@@ -229,7 +230,7 @@ impl Acceptor {
                 spawn(stream, purpose, &self.shared, guard).map(Some)
             }
             Err(peer) => {
-                purpose.refuse(&peer);
+                purpose.report_unauthorized(&peer);
                 Ok(None)
             }
         }

@@ -223,7 +223,7 @@ fn only_a_burst_lifts_the_limit_of_a_step() {
 }
 
 #[test]
-fn requested_host_memory_is_released_at_once_and_stays_free() {
+fn the_pool_shrinks_at_once_for_requested_memory_and_grows_after_the_quiet_period() {
     let mut host = TestHost::new(12 * GIB);
     // The host has 4 GiB of available memory, of which 1 GiB must stay available.
     assert_eq!(host.governor.make_room(3 * GIB, 4 * GIB, FULL), None);

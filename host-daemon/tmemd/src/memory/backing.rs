@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_without_a_seal_need_an_owner_and_a_mode_too() {
+    fn unsealed_huge_pages_must_not_be_writable_by_group_or_others() {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB;
         let file = File::from(memfd_create("test", flags).expect("cannot create a memfd"));
         refusal(&file, Some(own_user()));

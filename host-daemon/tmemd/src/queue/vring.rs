@@ -366,8 +366,9 @@ impl Vring {
         self.link.vm.swapped.is_swapped(|| self.now_ns())
     }
 
-    /// Begins a slice for [`charge_time`](Self::charge_time), at the time that
-    /// [`dequeue`](Self::dequeue) has returned.
+    /// Begins a slice at the time that [`dequeue`](Self::dequeue) has returned. Returns the counts
+    /// of the calling thread for [`end_slice`](Self::end_slice) if the slice has to be measured,
+    /// because the host may have swapped out memory of the VM.
     pub fn begin_slice(&self, begun_ns: u64) -> Option<Counts> {
         self.link.vm.swapped.begin_slice(begun_ns)
     }
@@ -384,7 +385,7 @@ impl Vring {
 
     /// Marks the vring as taken from the run queue. The worker calls this before the vring's slice,
     /// so that a kick during the slice queues the vring again. Returns the time in ns at which the
-    /// slice begins, which the caller passes to [`charge_time`](Self::charge_time).
+    /// slice begins, which the caller passes to [`end_slice`](Self::end_slice).
     pub fn dequeue(&self) -> u64 {
         let now_ns = self.now_ns();
         let waited_ns = now_ns - self.queued_at_ns.load(Ordering::Relaxed);
@@ -394,12 +395,16 @@ impl Vring {
         now_ns
     }
 
-    /// Adds the time from `begun_ns` until now to the VM's processor time. The time is taken from
-    /// the daemon's clock, which is read without a system call. A slice that answers a single page
-    /// takes 5 µs, and reading the thread's CPU clock would take a tenth of that. The two clocks
-    /// differ only if the worker waits for a processor or for a swapped page of the guest. `before`
-    /// is the result of [`begin_slice`](Self::begin_slice).
-    pub fn charge_time(&self, begun_ns: u64, before: Option<&Counts>) {
+    /// Ends a slice that began at `begun_ns`. Adds its time to the VM's processor time, and finds
+    /// out whether the slice has waited for memory that the host has swapped out. If the VM begins
+    /// to count as swapped, logs that. `before` is the result of
+    /// [`begin_slice`](Self::begin_slice).
+    ///
+    /// The time is taken from the daemon's clock, which is read without a system call. A slice that
+    /// answers a single page takes 5 µs, and reading the thread's CPU clock would take a tenth of
+    /// that. The two clocks differ only if the worker waits for a processor or for a swapped page
+    /// of the guest.
+    pub fn end_slice(&self, begun_ns: u64, before: Option<&Counts>) {
         let took_ns = self.now_ns() - begun_ns;
         let vm = &self.link.vm;
         vm.counters.slices_ns.fetch_add(took_ns, Ordering::Relaxed);

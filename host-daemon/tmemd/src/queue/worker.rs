@@ -405,7 +405,7 @@ impl Worker {
             };
             let end = AssertUnwindSafe(|| vring.run_slice(scratch, poll_max_ns));
             let end = std::panic::catch_unwind(end);
-            vring.charge_time(begun_ns, before.as_ref());
+            vring.end_slice(begun_ns, before.as_ref());
             match end {
                 Ok(SliceEnd::Idle) => {}
                 Ok(SliceEnd::Poll { until_ns }) => polled.push((vring, until_ns)),

@@ -52,7 +52,7 @@ impl Session {
         let connected = match Connected::claim(vm, stream) {
             Ok(connected) => connected,
             Err(NoPlace::Taken) => {
-                vm.refused(format_args!("there is a connection already"));
+                vm.count_refusal(format_args!("there is a connection already"));
                 vm.warn(format_args!(
                     "a second connection to {} is refused: the first one is still open",
                     vm.config.socket.display()

@@ -228,16 +228,17 @@ impl Vm {
     }
 
     /// Counts a refused connection and sends an event with the reason.
-    pub fn refused(&self, why: std::fmt::Arguments<'_>) {
+    pub fn count_refusal(&self, why: std::fmt::Arguments<'_>) {
         self.counters
             .connections_refused
             .fetch_add(1, Ordering::Relaxed);
         self.emit(EventKind::ConnectionRefused, why);
     }
 
-    /// Logs and counts a peer that connected to the VM's socket without permission.
-    pub fn refuse(&self, peer: &UnauthorizedPeer) {
-        self.refused(format_args!("{peer}"));
+    /// Counts and logs a connection of a peer without permission to the VM's socket, and sends an
+    /// event.
+    pub fn report_unauthorized(&self, peer: &UnauthorizedPeer) {
+        self.count_refusal(format_args!("{peer}"));
         self.warn(format_args!(
             "a connection to {} is refused: {peer}. Run the VM's QEMU as the owner, or name its \
              user: <seclabel model='dac'> of the domain, tmem-hook --owner, or owner of its [[vm]] \

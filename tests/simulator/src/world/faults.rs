@@ -410,7 +410,7 @@ impl World {
         self.stop(g);
         self.can_talk(g);
         let guest = &mut self.guests[g];
-        guest.machine.arrive();
+        guest.machine.complete_migration();
         if let Some(link) = guest.unlink() {
             link.session.end();
         }
