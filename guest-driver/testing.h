@@ -30,6 +30,7 @@ extern unsigned int tmem_inject_corrupt;
 extern unsigned int tmem_inject_retained_changed;
 extern unsigned int tmem_inject_erased_late;
 extern unsigned int tmem_inject_config_deaf;
+extern unsigned int tmem_inject_vq_full;
 bool tmem_inject(atomic_t *calls, unsigned int every);
 
 /*
@@ -109,8 +110,8 @@ static inline const char *tmem_test_point_release(const char *name)
 }
 
 /*
- * Safety checks of hooks/blocks.h. A test can remove each of them, to show what fails
- * without it.
+ * Safety checks of hooks/blocks.h, and of the pages of swap areas. A test can remove each of them,
+ * to show what fails without it.
  */
 enum tmem_block_check {
 	TMEM_CHECK_ERASE,	/* writes erase the records of their blocks */
@@ -143,6 +144,9 @@ enum tmem_block_check {
 	TMEM_CHECK_DRAINED,	/* a drain erases what was put meanwhile */
 	TMEM_CHECK_PRIVATE,	/* the pool of a swap area is private */
 	TMEM_CHECK_INVAL,	/* a write with a wrong alignment does not stop recording */
+	TMEM_CHECK_LOST,	/* a flush that fails empties its private pool */
+	TMEM_CHECK_BEHIND,	/* freed slots that cannot be erased in time empty their pool */
+	TMEM_CHECK_ORPHAN,	/* a page that is stored after its erasure is flushed */
 	NR_TMEM_BLOCK_CHECKS
 };
 

@@ -97,7 +97,7 @@ void tmem_pool_lost(u32 id)
 
 	rcu_read_lock();
 	pool = xa_load(&tmem_pools_live, id);
-	private = pool && pool->private;
+	private = pool && pool->private && !TMEM_WITHOUT(LOST);
 	if (private)
 		WRITE_ONCE(pool->lost, true);
 	rcu_read_unlock();

@@ -85,7 +85,8 @@ static void flush_orphan(const struct tmem_slot *slot)
 		.bucket = slot->bucket,
 	};
 
-	if (slot->private && tmem_index_orphan(where.bucket, where.object, slot->index))
+	if (slot->private && !TMEM_WITHOUT(ORPHAN) &&
+	    tmem_index_orphan(where.bucket, where.object, slot->index))
 		tmem_queue_flush(&where, slot->index, 1, true);
 }
 
@@ -229,7 +230,8 @@ static int submit(struct tmem_queue *queue, struct turn *turn, struct tmem_req *
 	int err;
 
 	spin_lock(&queue->vq_lock);
-	err = virtqueue_add_sgs(queue->vq, sgs, 1, 1, req, GFP_ATOMIC);
+	err = queue->in_flight.nr && TMEM_INJECT(vq_full) ? -ENOSPC :
+	      virtqueue_add_sgs(queue->vq, sgs, 1, 1, req, GFP_ATOMIC);
 	if (!err) {
 		tmem_req_sent(&queue->in_flight, req);
 		turn->notify |= virtqueue_kick_prepare(queue->vq);

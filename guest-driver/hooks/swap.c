@@ -83,7 +83,7 @@ static unsigned long left_freed(struct swap_area *area, unsigned long delay)
 	WRITE_ONCE(area->any, true);
 	if (!area->behind)
 		area->behind = jiffies ?: 1;
-	if (time_before(jiffies, area->behind + BEHIND_MAX))
+	if (time_before(jiffies, area->behind + BEHIND_MAX) || TMEM_WITHOUT(BEHIND))
 		return delay;
 	area->behind = 0;
 	erase_all(area);

@@ -59,6 +59,10 @@ unsigned int tmem_inject_config_deaf;
 module_param_named(inject_config_deaf, tmem_inject_config_deaf, uint, 0644);
 MODULE_PARM_DESC(inject_config_deaf, "TEST: every n'th notification of a changed configuration is lost");
 
+unsigned int tmem_inject_vq_full;
+module_param_named(inject_vq_full, tmem_inject_vq_full, uint, 0644);
+MODULE_PARM_DESC(inject_vq_full, "TEST: every n'th request that is sent while others are in flight finds the virtqueue full");
+
 unsigned long tmem_test_index_bytes;
 module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
 MODULE_PARM_DESC(test_index_bytes, "TEST: limit of the index in bytes, its table included, if it is below the normal limit; 0: normal limit");
@@ -260,6 +264,9 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_DRAINED] = "drained",
 	[TMEM_CHECK_PRIVATE] = "private",
 	[TMEM_CHECK_INVAL] = "inval",
+	[TMEM_CHECK_LOST] = "lost",
+	[TMEM_CHECK_BEHIND] = "behind",
+	[TMEM_CHECK_ORPHAN] = "orphan",
 };
 
 static int set_blocks_without(const char *val, const struct kernel_param *kp)
@@ -274,7 +281,7 @@ static const struct kernel_param_ops blocks_without_ops = {
 
 unsigned long tmem_test_blocks_without;
 module_param_cb(test_blocks_without, &blocks_without_ops, &tmem_test_blocks_without, 0644);
-MODULE_PARM_DESC(test_blocks_without, "TEST: names of safety checks of hooks/blocks.h that are removed; the cache may then return old data");
+MODULE_PARM_DESC(test_blocks_without, "TEST: names of safety checks (testing.h) that are removed; the cache may then return old data");
 
 char *tmem_test_release;
 module_param_named(test_release, tmem_test_release, charp, 0444);

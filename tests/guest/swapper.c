@@ -4,11 +4,15 @@
  * of its region, its own number and the number of its version, and words that depend on these.
  *
  *	swapper SEED MIB ROUNDS		random operations on memory of MIB mebibytes
- *	swapper mark TEXT MIB		writes pages that begin with TEXT to the swap area, and sleeps
+ *	swapper mark TEXT MIB		writes pages to the swap area, and sleeps
+ *
+ * The pages of `mark` begin with TEXT, and every second one with TEXT and "odd". The signal USR1
+ * frees the latter.
  *
  * Exit status: 0 all bytes right, 1 a wrong byte, 2 another failure.
  */
 #define _GNU_SOURCE
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -180,6 +184,10 @@ static void step(void)
 	}
 }
 
+static void wake(int number)
+{
+}
+
 static int mark(const char *text, uint64_t mib)
 {
 	size_t bytes = mib << 20, length = strlen(text);
@@ -191,10 +199,19 @@ static int mark(const char *text, uint64_t mib)
 		for (unsigned int i = 0; i < WORDS; i++)
 			((uint64_t *)(at + page))[i] = mix(page * WORDS + i);
 		memcpy(at + page, text, length);
+		if (page / PAGE % 2)
+			memcpy(at + page + length, "odd", 3);
 	}
+	signal(SIGUSR1, wake);
 	if (madvise(at, bytes, MADV_PAGEOUT))
 		die("MADV_PAGEOUT");
 	puts("marked");
+	fflush(stdout);
+	pause();
+	for (size_t page = PAGE; page < bytes; page += 2 * PAGE)
+		if (madvise(at + page, PAGE, MADV_DONTNEED))
+			die("MADV_DONTNEED");
+	puts("freed");
 	fflush(stdout);
 	pause();
 	return 0;

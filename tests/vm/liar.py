@@ -47,8 +47,8 @@ PROTOCOL_FEATURES = 1 << 0 | 1 << 3 | 1 << 9 | 1 << 13
 QUEUES = 17
 
 NEXT, WRITE, INDIRECT = 1, 2, 4
-T_PUT, T_GET, T_FLUSH, T_REF, T_POOL_CREATE, T_REPORT, T_LATENCIES = 1, 2, 3, 4, 16, 18, 19
-T_GENERATION = 20
+T_PUT, T_GET, T_FLUSH, T_REF, T_POOL_CREATE, T_POOL_DESTROY = 1, 2, 3, 4, 16, 17
+T_REPORT, T_LATENCIES, T_GENERATION = 18, 19, 20
 OK, STALE, UNSUPPORTED, LIMIT, UNKNOWN_STATUS = 1, 2, 4, 6, 77
 PUT_WORKINGSET = 1
 STORED, REFUSED, HIT, MISS, HELD, GONE, UNKNOWN_RESULT = 65, 66, 67, 68, 69, 70, 99
@@ -81,6 +81,7 @@ LIES_OF_POOLS = (
 # Further values of `lie`:
 # - "content": the answer to a get is right except for the bytes of the page.
 # - "forget": the device retains no page, although gets allow it.
+# - "flush-refused": a flush drops nothing, and has an unknown status.
 # - "late": gets are answered only after the test has set another lie, and long after the driver's
 #   deadline. The answers are then wrong.
 # - "ref-late": REF requests, and requests behind them in their queue, are answered only after the
@@ -205,6 +206,10 @@ class Liar:
         self._silent_next = frozenset(silent)
         self._leaving.set()
         until(lambda: not self._leaving.is_set(), 10, "the back end closes the connection")
+
+    def pages_with(self, text: bytes) -> int:
+        """Returns the number of pages that begin with a text."""
+        return sum(page.startswith(text) for _, page in list(self._pages.values()))
 
     def stop_queue(self, queue: int) -> None:
         """Signals the queue's error descriptor, as tmemd does when it stops a queue."""
@@ -441,15 +446,20 @@ class Liar:
             return self._get(chain, body, count, pool, lie)
         if kind == T_REF:
             return self._ref(chain, body, count, pool, lie)
-        if kind == T_FLUSH:
+        refused = kind == T_FLUSH and lie == "flush-refused"
+        self.lies_told += refused
+        if kind == T_FLUSH and not refused:
             self._flush(body, count, pool)
+        if kind == T_POOL_DESTROY:
+            self._pages = {key: page for key, page in self._pages.items() if key[0] != pool}
         if kind == T_POOL_CREATE and lie in LIES_OF_POOLS:
             return self._pool(chain, lie)
         if kind == T_GENERATION:
             return self._tell_generation(chain, lie)
         flags = int.from_bytes(body[:4], "little") if kind == T_POOL_CREATE else 0
         known = lie != "older" or (kind != T_LATENCIES and not flags)
-        self._write(chain, bytes([OK if known else UNSUPPORTED]) + bytes(7))
+        status = UNKNOWN_STATUS if refused else OK if known else UNSUPPORTED
+        self._write(chain, bytes([status]) + bytes(7))
         return 8
 
     def _tell_generation(self, chain: Chain, lie: str) -> int:

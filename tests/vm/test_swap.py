@@ -34,7 +34,7 @@ from driver import (
     stats,
     wait_state,
 )
-from liar import Liar
+from liar import T_FLUSH, T_PUT, Liar
 from test_files import check_cached, there
 from test_mounts import Mount
 from test_refused import write
@@ -299,6 +299,109 @@ def test_page_of_a_slot_freed_during_its_put_leaves_the_host(
     daemon.resume()
     time.sleep(scaled(FREED_SECONDS))
     assert (swap.count("held_pages"), pool_pages(daemon, text.encode())) == (0, 0), stats(guest)
+
+
+class Other:
+    """A guest with a swap area whose host is a Liar, and a process whose pages the host has."""
+
+    def __init__(self, session: Session, kernel: Kernel, module: Path, liar: Liar) -> None:
+        self.liar = liar
+        self.guest = boot(session, kernel, module, "verify_every=0", tmem=Tmem(liar.path))
+        self.swap = Swap(self.guest)
+        self.swap.serve()
+
+    def mark(self, text: str) -> None:
+        self.text = text
+        self._job, self._pid = mark(self.guest, text)
+
+    def held(self, more: str = "") -> int:
+        return self.liar.pages_with((self.text + more).encode())
+
+    def end(self) -> None:
+        self.guest.sh(f"kill -9 {self._pid}")
+        self._job.wait()
+
+    def free_odd(self) -> None:
+        """Has the process free every second page."""
+        self.guest.sh(f"kill -USR1 {self._pid}")
+        until(lambda: b"freed" in self._job.stdout(), 60, "the pages are freed")
+
+
+@pytest.mark.parametrize("without", ["", "lost"])
+def test_pool_whose_flush_the_host_refuses_is_emptied(
+    session: Session, kernel: Kernel, test_module: Path, without: str
+) -> None:
+    with Liar(session.directory / "liar") as liar:
+        other = Other(session, kernel, test_module, liar)
+        other.mark("refused0123456789")
+        settle(other.guest)
+        held = other.held()
+        assert held > MARKED_MIB * MIB // PAGE // 2, stats(other.guest)
+        set_parameter(other.guest, "test_blocks_without", without)
+        liar.lie = "flush-refused"
+        other.end()
+        time.sleep(scaled(FREED_SECONDS))
+        assert liar.lies_told
+        left = other.held()
+        assert left > held // 2 if without else not left, stats(other.guest)
+
+
+@pytest.mark.parametrize("without", ["", "behind"])
+def test_pool_whose_slots_cannot_be_erased_in_time_is_emptied(
+    session: Session, kernel: Kernel, test_module: Path, without: str
+) -> None:
+    """The host answers no flush, and the freed slots are no neighbours."""
+    with Liar(session.directory / "liar") as liar:
+        other = Other(session, kernel, test_module, liar)
+        other.mark("behind0123456789")
+        settle(other.guest)
+        held = other.held("odd")
+        assert held > MARKED_MIB * MIB // PAGE // 4, stats(other.guest)
+        set_parameter(other.guest, "test_blocks_without", without)
+        liar.silent = frozenset({T_FLUSH})
+        other.free_odd()
+        time.sleep(scaled(FREED_SECONDS))
+        left = other.held("odd")
+        assert left > held // 2 if without else not left, stats(other.guest)
+
+
+def test_flushes_wait_for_room_in_the_virtqueue(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    with Liar(session.directory / "liar") as liar:
+        other = Other(session, kernel, test_module, liar)
+        other.mark("room0123456789")
+        settle(other.guest)
+        held, odd = other.held(), other.held("odd")
+        assert odd > MARKED_MIB * MIB // PAGE // 4, stats(other.guest)
+        # The slots may take too long for the driver, which then empties the pool.
+        set_parameter(other.guest, "test_blocks_without", "behind")
+        set_parameter(other.guest, "inject_vq_full", "2")
+        other.free_odd()
+        until(lambda: not other.held("odd"), 120, "the freed pages leave the host")
+        assert stats(other.guest)["flushes_dropped"] == 0
+        assert other.held() == held - odd, stats(other.guest)
+
+
+@pytest.mark.parametrize("without", ["", "orphan"])
+def test_page_that_the_host_stores_after_its_flush_leaves_the_host(
+    session: Session, kernel: Kernel, test_module: Path, without: str
+) -> None:
+    """The host answers the flush before the put of the page."""
+    with Liar(session.directory / "liar") as liar:
+        other = Other(session, kernel, test_module, liar)
+        set_parameter(other.guest, "test_blocks_without", without)
+        liar.silent = frozenset({T_PUT, T_FLUSH})
+        other.mark("orphan0123456789")
+        other.end()
+        # The driver erases the freed slots meanwhile.
+        time.sleep(scaled(2))
+        liar.reverse = True
+        liar.silent = frozenset()
+        time.sleep(scaled(FREED_SECONDS))
+        assert liar.reversed
+        left = other.held()
+        assert left > 0 if without else not left, stats(other.guest)
 
 
 @pytest.mark.parametrize("without", ["", "private"])
