@@ -158,6 +158,12 @@ void tmem_hook_reclaim(void)
 	tmem_leave();
 }
 
+/* Handles slots of a swap area that are freed, with locks of the area. Context: any but NMI. */
+void tmem_hook_swap_freed(unsigned int type, unsigned long first, unsigned int nr)
+{
+	hook_enter(TMEM_HOOK_SWAP, ARGS(type, first, nr));
+}
+
 /* Handles the entry of folio_migrate_flags(). */
 void tmem_hook_migrate(struct folio *to, struct folio *from)
 {

@@ -108,8 +108,15 @@ static void __maybe_unused slots_freed(unsigned int type, unsigned long first, u
 
 #ifdef TMEM_INTREE
 
-/* The patches have no hooks of slots, so a driver in the kernel serves no swap area. */
-const struct tmem_target tmem_swap_targets[] = { {} };
+static void entry_freed(struct tmem_args *args)
+{
+	slots_freed(tmem_arg(args, 0), tmem_arg(args, 1), tmem_arg(args, 2));
+}
+
+const struct tmem_target tmem_swap_targets[] = {
+	{ .name = "swap_range_free", .hook = TMEM_HOOK_SWAP, .entry = entry_freed },
+	{}
+};
 
 #elif TMEM_SWAP_FREES_ENTRIES
 
