@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Compares ways to swap the anonymous memory of native guests, at equal bytes of the host.
 
-The pool holds no anonymous memory. One arm imitates a pool that does: a disk in memory that reads
-as fast as a get of the pool, and whose writes have the limits of the disk, because such a pool
-would also write each page to the disk. The other arms exist today: a disk, zram or zswap in the
-guest, and a disk on the host's zram.
+In one arm, the driver serves the swap area on the throttled disk, and tmemd has its pages. Another
+one imitates a pool: a disk in memory that reads as fast as a get of the pool, and whose writes have
+the limits of the disk, because the kernel writes each page to the disk, too. The other arms do
+without the project: a disk, zram or zswap in the guest, and a disk on the host's zram.
 
 The program needs root and a free /dev/zram0. It saves each repetition, and an interrupted run
 continues with the next one.
@@ -30,6 +30,7 @@ from bench.vm.machine import DATA, SECONDS, SECTOR_BYTES
 from bench.vm.output import Progress, table
 from bench.vm.results import Measured, Repetition, Results
 from harness import disk, native
+from harness.daemon import Daemon
 from harness.disk import Disk, Throttle
 from harness.guest import Job
 from harness.machine import observed, pinning, processor_model
@@ -51,9 +52,12 @@ SIZES = (1.5, 2.0, 3.0, 4.0)  # sizes of the process, in multiples of RAM_BYTES
 # A get of a page of 4 KiB from the pool takes 50 µs in a pinned native guest, and took 94 µs in
 # guests that were not pinned (docs/benchmarks/history.md).
 GETS_PER_SECOND, SLOW_GETS_PER_SECOND = 20_000, 10_600
-ZSWAP_PERCENT = 50  # of the RAM, as much as zram of the RAM's size needs for compressed pages
+# zram has the size of half of the RAM, which is the default of systemd's zram-generator. zram of
+# the size of the RAM leaves a guest of 160 MiB so little memory that the kernel kills the process.
+ZRAM_SHARE = 0.5
+ZSWAP_PERCENT = 25  # of the RAM, as much as this zram needs for compressed pages
 DISK, GET, SLOW_GET, HOST_ZRAM = "disk", "get", "slow_get", "host_zram"
-ZRAM, ZSWAP, POOL = "zram", "zswap", "pool"
+ZRAM, ZSWAP, POOL, FILES = "zram", "zswap", "pool", "files"
 ARMS = {
     DISK: "disk of 3,000 IOPS and 125 MB/s, more RAM",
     GET: f"imitated pool, {GETS_PER_SECOND:,} gets per second",
@@ -61,7 +65,8 @@ ARMS = {
     HOST_ZRAM: "disk on the host's zram",
     ZRAM: "zram in the guest, more RAM",
     ZSWAP: "zswap in the guest, more RAM",
-    POOL: "pool of file pages (the real tmemd)",
+    POOL: "pool, swap on the throttled disk",
+    FILES: "pool of file pages",
 }
 FAST, SLOW = "fast", "slow"  # swap areas: one in the host's memory, and the throttled disk
 ENOUGH = 0.95  # a disk on the host's zram is as good as the pool from this part of its speed on
@@ -127,7 +132,8 @@ class Guest:
         if self.arm == ZRAM:
             guest.sh(
                 "echo lz4 >/sys/block/zram0/comp_algorithm && "
-                f"echo {self.vm.config.memory_bytes} >/sys/block/zram0/disksize && "
+                f"echo {int(self.vm.config.memory_bytes * ZRAM_SHARE)} "
+                ">/sys/block/zram0/disksize && "
                 "mkswap /dev/zram0 >/dev/null && swapon /dev/zram0"
             )
         # The kernel uses the area first that was added first.
@@ -150,6 +156,14 @@ class Guest:
             "mount -t tmpfs -o size=90% tmpfs /mnt && "
             f"head -c {mib}m /dev/zero >/mnt/touch && umount /mnt"
         )
+
+    def warm(self) -> None:
+        """Swaps once. From its first write on, the driver knows a swap area."""
+        self.vm.guest.sh(self.command(SIZES[-1], FEW, 0), SECONDS)
+        if self.arm == POOL:
+            state = self.vm.guest.sh("cat /sys/kernel/virtio_tmem/mounts/swap-*/state").strip()
+            if state != "on":
+                raise HarnessError(f"{self.vm.name}: the driver does not serve the swap: {state}")
 
     def command(self, size: float, count: int, seed: int) -> str:
         return f"{ANON} {round(size * RAM_BYTES / MIB)} {NOISE_PERCENT} {count} {seed}"
@@ -259,11 +273,18 @@ class Part:
         image = disk.blank(path, round(SIZES[-1] * RAM_BYTES) + SPARE_BYTES)
         return Disk(SLOW, image, throttle=disk.CLOUD_VOLUME)
 
-    def guest(self, arm: str, number: int, share_bytes: int, area_bytes: int) -> Guest:
+    def guest(
+        self,
+        arm: str,
+        number: int,
+        share_bytes: int,
+        area_bytes: int,
+        daemon: Daemon | None = None,
+    ) -> Guest:
         """Boots a guest of an arm.
 
         `share_bytes` is the guest's part of the host memory beside its RAM, and `area_bytes` the
-        size of its swap area in the host's memory.
+        size of its swap area in the host's memory. A guest with `daemon` has its pool.
         """
         name = f"{arm}{number}".replace("_", "")
         areas = [self.throttled(name)]
@@ -281,12 +302,14 @@ class Part:
         if arm == HOST_ZRAM:
             part = (number * area_bytes, area_bytes)
             areas.insert(0, Disk(FAST, HostZram.DEVICE, part=part, discard=True))
-        ram = RAM_BYTES if len(areas) > 1 else RAM_BYTES + share_bytes
+        ram = RAM_BYTES if daemon or len(areas) > 1 else RAM_BYTES + share_bytes
         config = NativeConfig(
             name=name,
             memory_bytes=ram,
             disks=areas,
             files={ANON: guest_program(TESTS / "guest/anon.c")},
+            tmem=daemon.socket(name) if daemon else None,
+            parameters="swap=1" if daemon else "",
         )
         guest = Guest(self.session.native_vm(config), arm)
         guest.start()
@@ -309,13 +332,22 @@ class Fleet(Part):
     def prepare(self) -> None:
         self._zram = self.host_zram(self.guests * self.area_bytes)
         share = self.memory_bytes // self.guests
+        names = [f"{POOL}{number}" for number in range(self.guests)]
+        self._daemon = self.session.daemon(*names, pool_size=f"{self.memory_bytes // MIB}MiB")
+        self._daemon.start()
         self._fleets = {
-            arm: [self.guest(arm, number, share, self.area_bytes) for number in range(self.guests)]
+            arm: [
+                self.guest(
+                    arm, number, share, self.area_bytes, self._daemon if arm == POOL else None
+                )
+                for number in range(self.guests)
+            ]
             for arm in self.arms
         }
         for fleet in self._fleets.values():
             for guest in fleet:
                 guest.touch_ram()
+                guest.warm()
 
     def peaks(self, repetition: int) -> list[float]:
         """Returns the sizes of the processes, one after the other."""
@@ -334,7 +366,10 @@ class Fleet(Part):
             for name in some[0]:
                 values = [one[name] for one in some]
                 out[f"{name}_{size:g}"] = statistics.mean(values)
-        out["host_mib"] = used_bytes(pid for guest in fleet for pid in guest.pids()) / MIB
+        pids = [pid for guest in fleet for pid in guest.pids()]
+        if arm == POOL:
+            pids.append(self._daemon.process.pid)
+        out["host_mib"] = used_bytes(pids) / MIB
         if arm == HOST_ZRAM:
             out["host_zram_mib"] = self._zram.peak_bytes() / MIB
         return out
@@ -345,7 +380,7 @@ class One(Fleet):
 
     key = "one"
     title = "one guest"
-    arms = (DISK, GET, SLOW_GET, HOST_ZRAM, ZRAM, ZSWAP)
+    arms = (DISK, POOL, GET, SLOW_GET, HOST_ZRAM, ZRAM, ZSWAP)
     guests = 1
     memory_bytes = 128 * MIB
     area_bytes = round(memory_bytes / STORED / MIB) * MIB
@@ -359,7 +394,7 @@ class Eight(Fleet):
 
     key = "eight"
     title = "eight guests, staggered peaks"
-    arms = (DISK, GET, HOST_ZRAM, ZRAM, ZSWAP)
+    arms = (DISK, POOL, GET, HOST_ZRAM, ZRAM, ZSWAP)
     guests = 8
     memory_bytes = 256 * MIB
     area_bytes = 512 * MIB
@@ -377,7 +412,7 @@ class Back(Part):
 
     key = "back"
     title = "time until the host has the memory back"
-    arms = (HOST_ZRAM, POOL, ZRAM, ZSWAP, DISK)
+    arms = (HOST_ZRAM, FILES, ZRAM, ZSWAP, DISK)
     size = 3.0
     share_bytes = 128 * MIB
     area_bytes = 512 * MIB
@@ -388,12 +423,12 @@ class Back(Part):
         self._guests = {
             arm: self.guest(arm, 0, self.share_bytes, self.area_bytes)
             for arm in self.arms
-            if arm != POOL
+            if arm != FILES
         }
 
     def measure(self, arm: str, repetition: int) -> Measured:
-        if arm == POOL:
-            return self._pool(repetition)
+        if arm == FILES:
+            return self._files(repetition)
         guest = self._guests[arm]
         if arm != HOST_ZRAM:
             wait = Wait(lambda: used_bytes(guest.pids()), seconds=5)
@@ -425,8 +460,8 @@ class Back(Part):
         job.wait()
         wait.end()
 
-    def _pool(self, repetition: int) -> Measured:
-        """Fills a real pool with file pages and makes the pool smaller."""
+    def _files(self, repetition: int) -> Measured:
+        """Fills a pool with file pages and makes the pool smaller."""
         path = self.session.directory / "set.img"
         if not path.exists():
             disks.image(path, 4 * RAM_BYTES)
@@ -466,7 +501,7 @@ def settings(quick: bool) -> dict[str, Any]:
     kernel = native.build()
     anon = guest_program(TESTS / "guest/anon.c")
     parameters = [
-        RAM_BYTES, SIZES, COUNT, GETS_PER_SECOND, SLOW_GETS_PER_SECOND, ZSWAP_PERCENT,
+        RAM_BYTES, SIZES, COUNT, GETS_PER_SECOND, SLOW_GETS_PER_SECOND, ZRAM_SHARE, ZSWAP_PERCENT,
         *((part.memory_bytes, part.area_bytes, part.arms) for part in (One, Eight)),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(parameters).encode()).hexdigest()[:16]
@@ -541,12 +576,12 @@ def fleet_tables(found: list[Repetition], arms: tuple[str, ...]) -> Iterator[str
             text += f" + {middle(found, arm, 'host_zram_mib'):,.0f}"
         rows.append([ARMS[arm], text])
     yield table(rows)
-    rows = [["disk on the host's zram / imitated pool", *(f"{size:g} x RAM" for size in SIZES)]]
+    rows = [["disk on the host's zram / other", *(f"{size:g} x RAM" for size in SIZES)]]
     for name, what, inverse in (
         ("random_ops_per_s", "random operations per second", False),
         ("peak_s", "speed of the whole process", True),
     ):
-        for rival in (GET, SLOW_GET):
+        for rival in (POOL, GET, SLOW_GET):
             if rival not in arms:
                 continue
             cells = []
