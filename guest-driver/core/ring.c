@@ -233,9 +233,10 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 {
 	/*
 	 * The filter records each evicted page, even if its decision is not needed because the page
-	 * is in the pool.
+	 * is in the pool. It knows nothing of swap areas, whose slots get other pages all the time.
 	 */
-	bool admitted = tmem_admit(dev, key, index, evicted->page, workingset);
+	bool admitted = key->pool->private ||
+			tmem_admit(dev, key, index, evicted->page, workingset);
 	enum tmem_stat why = TMEM_STAT_puts;
 	int err = refer(dev, key, index, evicted);
 

@@ -506,3 +506,18 @@ def test_host_without_private_pools_gets_no_page(
         assert swap.count("puts") == 0
         # File systems are served as before.
         assert state(guest) == "on"
+
+
+def test_admission_filter_does_not_refuse_pages_of_a_swap_area(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """A slot gets other pages all the time, so the filter would learn nothing from them."""
+    daemon = session.daemon("vm1", pool_size="16MiB")
+    daemon.start()
+    guest = boot(session, kernel, module, "verify_every=0", tmem=Tmem(daemon.socket("vm1")))
+    Swap(guest).serve()
+    before = stats(guest)
+    torture(guest, 200)
+    grown = growth(before, stats(guest))
+    assert grown["misses_host"] > 1000, grown
+    assert grown["puts_skipped_admission"] == 0, grown
