@@ -186,6 +186,7 @@ static void step(void)
 
 static void wake(int number)
 {
+	(void)number;
 }
 
 static int mark(const char *text, uint64_t mib)
