@@ -301,20 +301,20 @@ def test_page_of_a_slot_freed_during_its_put_leaves_the_host(
     assert (swap.count("held_pages"), pool_pages(daemon, text.encode())) == (0, 0), stats(guest)
 
 
-class Other:
+class MarkedGuest:
     """A guest with a swap area whose host is a Liar, and a process whose pages the host has."""
 
     def __init__(self, session: Session, kernel: Kernel, module: Path, liar: Liar) -> None:
         self.liar = liar
         self.guest = boot(session, kernel, module, "verify_every=0", tmem=Tmem(liar.path))
-        self.swap = Swap(self.guest)
-        self.swap.serve()
+        Swap(self.guest).serve()
 
     def mark(self, text: str) -> None:
         self.text = text
         self._job, self._pid = mark(self.guest, text)
 
     def held(self, more: str = "") -> int:
+        """Returns the number of pages at the host, or only of those with `more` after the text."""
         return self.liar.pages_with((self.text + more).encode())
 
     def end(self) -> None:
@@ -332,18 +332,18 @@ def test_pool_whose_flush_the_host_refuses_is_emptied(
     session: Session, kernel: Kernel, test_module: Path, without: str
 ) -> None:
     with Liar(session.directory / "liar") as liar:
-        other = Other(session, kernel, test_module, liar)
-        other.mark("refused0123456789")
-        settle(other.guest)
-        held = other.held()
-        assert held > MARKED_MIB * MIB // PAGE // 2, stats(other.guest)
-        set_parameter(other.guest, "test_blocks_without", without)
+        marked = MarkedGuest(session, kernel, test_module, liar)
+        marked.mark("refused0123456789")
+        settle(marked.guest)
+        held = marked.held()
+        assert held > MARKED_MIB * MIB // PAGE // 2, stats(marked.guest)
+        set_parameter(marked.guest, "test_blocks_without", without)
         liar.lie = "flush-refused"
-        other.end()
+        marked.end()
         time.sleep(scaled(FREED_SECONDS))
         assert liar.lies_told
-        left = other.held()
-        assert left > held // 2 if without else not left, stats(other.guest)
+        left = marked.held()
+        assert left > held // 2 if without else not left, stats(marked.guest)
 
 
 @pytest.mark.parametrize("without", ["", "behind"])
@@ -352,35 +352,36 @@ def test_pool_whose_slots_cannot_be_erased_in_time_is_emptied(
 ) -> None:
     """The host answers no flush, and the freed slots are no neighbours."""
     with Liar(session.directory / "liar") as liar:
-        other = Other(session, kernel, test_module, liar)
-        other.mark("behind0123456789")
-        settle(other.guest)
-        held = other.held("odd")
-        assert held > MARKED_MIB * MIB // PAGE // 4, stats(other.guest)
-        set_parameter(other.guest, "test_blocks_without", without)
+        marked = MarkedGuest(session, kernel, test_module, liar)
+        marked.mark("behind0123456789")
+        settle(marked.guest)
+        held = marked.held("odd")
+        assert held > MARKED_MIB * MIB // PAGE // 4, stats(marked.guest)
+        set_parameter(marked.guest, "test_blocks_without", without)
         liar.silent = frozenset({T_FLUSH})
-        other.free_odd()
+        marked.free_odd()
         time.sleep(scaled(FREED_SECONDS))
-        left = other.held("odd")
-        assert left > held // 2 if without else not left, stats(other.guest)
+        left = marked.held("odd")
+        assert left > held // 2 if without else not left, stats(marked.guest)
 
 
 def test_flushes_wait_for_room_in_the_virtqueue(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     with Liar(session.directory / "liar") as liar:
-        other = Other(session, kernel, test_module, liar)
-        other.mark("room0123456789")
-        settle(other.guest)
-        held, odd = other.held(), other.held("odd")
-        assert odd > MARKED_MIB * MIB // PAGE // 4, stats(other.guest)
+        marked = MarkedGuest(session, kernel, test_module, liar)
+        marked.mark("room0123456789")
+        settle(marked.guest)
+        held, odd = marked.held(), marked.held("odd")
+        assert odd > MARKED_MIB * MIB // PAGE // 4, stats(marked.guest)
         # The slots may take too long for the driver, which then empties the pool.
-        set_parameter(other.guest, "test_blocks_without", "behind")
-        set_parameter(other.guest, "inject_vq_full", "2")
-        other.free_odd()
-        until(lambda: not other.held("odd"), 120, "the freed pages leave the host")
-        assert stats(other.guest)["flushes_dropped"] == 0
-        assert other.held() == held - odd, stats(other.guest)
+        set_parameter(marked.guest, "test_blocks_without", "behind")
+        set_parameter(marked.guest, "inject_vq_full", "2")
+        marked.free_odd()
+        until(lambda: not marked.held("odd"), 120, "the freed pages leave the host")
+        assert stats(marked.guest)["flushes_dropped"] == 0
+        # The pool was not emptied. A few pages may have been swapped in.
+        assert marked.held() > (held - odd) // 2, stats(marked.guest)
 
 
 @pytest.mark.parametrize("without", ["", "orphan"])
@@ -389,19 +390,19 @@ def test_page_that_the_host_stores_after_its_flush_leaves_the_host(
 ) -> None:
     """The host answers the flush before the put of the page."""
     with Liar(session.directory / "liar") as liar:
-        other = Other(session, kernel, test_module, liar)
-        set_parameter(other.guest, "test_blocks_without", without)
+        marked = MarkedGuest(session, kernel, test_module, liar)
+        set_parameter(marked.guest, "test_blocks_without", without)
         liar.silent = frozenset({T_PUT, T_FLUSH})
-        other.mark("orphan0123456789")
-        other.end()
+        marked.mark("orphan0123456789")
+        marked.end()
         # The driver erases the freed slots meanwhile.
         time.sleep(scaled(2))
         liar.reverse = True
         liar.silent = frozenset()
         time.sleep(scaled(FREED_SECONDS))
         assert liar.reversed
-        left = other.held()
-        assert left > 0 if without else not left, stats(other.guest)
+        left = marked.held()
+        assert left > 0 if without else not left, stats(marked.guest)
 
 
 @pytest.mark.parametrize("without", ["", "private"])
