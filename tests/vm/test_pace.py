@@ -51,6 +51,7 @@ PAGES_PER_MIB = 256
 PACE_TASKS_MAX = 4
 TASK_WAIT_SECONDS = 0.020  # longest wait of a registered task (PACE_TASK_US_MAX)
 ANSWER_SECONDS = 0.010  # of a slow host
+LATE_SECONDS = 0.100  # of a host that is much slower than any guest fills the put ring
 EBUSY = 16
 
 
@@ -173,13 +174,16 @@ def reclaim(guest: Guest, how: str, before: dict[str, int]) -> Counter[str]:
 def test_task_registered_for_pacing_loses_few_pages_that_it_reclaims(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A registered task waits for a slow host in a write to memory.reclaim; other tasks do not."""
+    """A registered task waits for a slow host in a write to memory.reclaim; other tasks do not.
+
+    The host is slower for the others, so that they lose pages however slow the guest is.
+    """
     with Liar(session.directory / "liar") as liar:
         guest = start(session, kernel, module, liar.path)
         lost = {}
         for how in ("plain", "closed", "child", "paced"):
             before = cache(guest)
-            liar.delay_seconds = ANSWER_SECONDS
+            liar.delay_seconds = ANSWER_SECONDS if how == "paced" else LATE_SECONDS
             grown = reclaim(guest, how, before)
             liar.delay_seconds = 0.0
             dropped = grown["puts_dropped_ring_full"]
