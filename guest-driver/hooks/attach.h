@@ -24,7 +24,7 @@ struct tmem_args;
 #include <linux/tmem_hooks.h>
 
 /* Maximum number of arguments that a hook reads. */
-#define TMEM_ARGS_MAX 2
+#define TMEM_ARGS_MAX 3
 
 struct tmem_args {
 	unsigned long value[TMEM_ARGS_MAX];

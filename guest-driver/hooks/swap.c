@@ -234,7 +234,8 @@ static void area_add(unsigned int type, struct block_device *bdev)
 	if (!fs || !fs->area || !area->nr) {
 		area->nr = 0;
 		if (!why)
-			pr_warn("swap on %pg is not served: no memory\n", bdev);
+			pr_warn("swap on %pg is not served: %s\n", bdev,
+				fs && fs->no_area ? fs->no_area : "no memory");
 	}
 	/* The area has its size before a work item uses it; pairs with erase_freed(). */
 	smp_store_release(&area->fs, fs);

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,24 +23,26 @@ from driver import (
     WHERE,
     Torture,
     seed,
+    settle,
     start_daemon,
     stats,
     wait_served,
     wait_state,
 )
+from test_swap import FREED_SECONDS, MARKED_MIB, PAGE, SWAPPER, Swap
 from test_torture import SMALL
 
 from bench.vm.machine import BENCH, DATA, Machine
 from bench.vm.native import parse_latency, percentile
 from harness import disk, storage
 from harness.daemon import Daemon
-from harness.guest import Guest
+from harness.guest import Guest, Job
 from harness.machine import pinning
 from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, guest_program
 from harness.session import Session
 from harness.vm import MIB
-from harness.wait import until
+from harness.wait import scaled, until
 
 pytestmark = pytest.mark.usefixtures("host_programs")
 
@@ -97,6 +100,41 @@ def test_memory_written_by_the_kernel_survives_swapping(session: Session) -> Non
     """
     guest = native_guest(session)
     Torture(guest, "--scenario=swapped_buffer").finish()
+
+
+def is_marked(job: Job) -> bool:
+    return b"marked" in job.stdout()
+
+
+def test_only_freed_slots_leave_the_host(session: Session) -> None:
+    """The built-in driver erases the slots of a process that ends, and no others."""
+    vm = session.native_vm(
+        NativeConfig(
+            disks=[disk.Disk("swap", disk.blank(session.directory / "swap.img", DISK_BYTES))],
+            tmem=start_daemon(session).socket("vm1"),
+            files={SWAPPER: guest_program(TESTS / "guest/swapper.c")},
+            parameters="swap=1 verify_every=0",
+        )
+    )
+    guest = vm.start()
+    swap = Swap(guest)
+    swap.serve()
+    pids = []
+    for text in ("ends", "stays"):
+        job = guest.start(f"{SWAPPER} mark {text} {MARKED_MIB}", 600)
+        until(partial(is_marked, job), 60, "the pages are swapped out")
+        pids.append(int(guest.sh("pidof swapper").split()[0]))
+    # Reclaim drops the pages of both from the swap cache.
+    guest.sh(f"{SWAPPER} {seed()} {vm.config.memory_bytes // MIB + 100} 10", 300)
+    settle(guest)
+    pages = MARKED_MIB * MIB // PAGE
+    time.sleep(scaled(FREED_SECONDS))
+    held = swap.count("held_pages")
+    assert held > 2 * pages * 3 // 4, f"{held} of {2 * pages} pages: {stats(guest)}"
+    guest.sh(f"kill -9 {pids[0]}")
+    time.sleep(scaled(FREED_SECONDS))
+    left = swap.count("held_pages")
+    assert pages * 3 // 4 < left < pages * 5 // 4, f"{left} of {held}: {stats(guest)}"
 
 
 def run_on(processor: int, pid: int) -> None:
