@@ -371,8 +371,8 @@ static void fetch_end(struct tmem_fetch *fetch)
 		tmem_breaker_note(dev, fetch->late, fetch->awaited || is_waited_for(fetch),
 				  fetch->begin_ns, fetch->sent_ns, end_ns);
 	}
-	if (!fetch->key.pool->private)
-		tmem_admit_learn(dev, fetch->hits, fetch->lost);
+	/* All hits show that the index is of use, but the filter decides on pages of files only. */
+	tmem_admit_learn(dev, fetch->hits, fetch->key.pool->private ? 0 : fetch->lost);
 	if (trace_tmem_get_enabled())
 		trace_tmem_get(fetch->key.pool->name, tmem_key_block(&fetch->key, fetch->index),
 			       fetch->nr, fetch->hits,

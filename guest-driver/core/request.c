@@ -177,7 +177,8 @@ static bool check_page(struct tmem_fetch *fetch, unsigned int i, u64 entry)
 		fetch->check64[i] = checks.check64;
 		fetch->hits++;
 		tmem_count(TMEM_STAT_hits);
-		tmem_admit_back(fetch->dev, fetch->pages[i]);
+		if (!fetch->key.pool->private)	/* no put of a swap area would clear the bit */
+			tmem_admit_back(fetch->dev, fetch->pages[i]);
 		return true;
 	}
 	tmem_fetch_miss(fetch, i, TMEM_STAT_misses_check);
