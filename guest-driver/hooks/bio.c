@@ -522,6 +522,8 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 	if (t->write && !t->at && is_failure(bio->bi_status) && !TMEM_WITHOUT(FAILED))
 		tmem_area_failed(t->disk, 0, WHOLE_DISK);
 	if (t->whole) {
+		/* Erasing a long range takes as long as many pages. Others take the next run. */
+		*budget = 0;
 		tmem_area_erase(t->disk, t->sector, t->nr, false);
 		tmem_record_long_end(t->long_write);
 	} else if (!end_pages(t, budget)) {
@@ -532,6 +534,7 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 		 * a throttle holds back, nor for bios of stacked disks. An entry may be older than
 		 * this write.
 		 */
+		*budget = 0;
 		tmem_area_erase(t->disk, t->sector, t->nr, false);
 	}
 	bio->bi_end_io = t->end_io;
@@ -641,7 +644,7 @@ void tmem_probe_bio_queue(void *data, struct bio *bio)
 void tmem_probe_rq_issue(void *data, struct request *rq)
 {
 	const struct gendisk *disk = rq->q->disk;
-	struct bio *bio;
+	const struct bio *bio, *last;
 
 	if (!disk || !tmem_area_serves(disk))
 		return;
@@ -650,10 +653,13 @@ void tmem_probe_rq_issue(void *data, struct request *rq)
 			tmem_area_unseen(disk, 0, WHOLE_DISK);
 		return;
 	}
-	__rq_for_each_bio(bio, rq)
-		/* The parts of a bio that was split form a chain. */
-		if (is_unseen(bio) && bio->bi_end_io != chain_end_io)
+	__rq_for_each_bio(bio, rq) {
+		/* Parts of a bio that was split are chained to the bio with its end function. */
+		for (last = bio; last->bi_end_io == chain_end_io; last = last->bi_private)
+			;
+		if (is_unseen(bio) && last->bi_end_io != bio_ended)
 			tmem_area_unseen(disk, bio->bi_iter.bi_sector, bio_sectors(bio));
+	}
 }
 
 const struct tmem_target tmem_bio_targets[] = {

@@ -126,14 +126,15 @@ void tmem_note_page(struct page *page)
 
 /*
  * Returns whether only a read can change a page of @sb until the read ends. The lock is
- * tested first: it keeps the mapping. Nobody has mapped or pinned a folio that is not uptodate.
- * Context: any.
+ * tested first: it keeps the mapping. Nobody has mapped or pinned a folio that is not uptodate,
+ * except on ext4 of Linux 6.12 after an error of write back. Context: any.
  */
 bool tmem_is_filled(struct page *page, const struct super_block *sb)
 {
 	struct folio *folio = page_folio(page);
 
-	return folio_test_locked(folio) && !folio_test_uptodate(folio) && is_of(folio, sb);
+	return folio_test_locked(folio) && !folio_test_uptodate(folio) && !folio_mapped(folio) &&
+	       is_of(folio, sb);
 }
 
 /* Returns whether a clean page of @sb is being written back. Context: any. */
