@@ -17,6 +17,7 @@ use std::cell::RefCell;
 use std::ffi::c_int;
 use std::io;
 use std::ptr::NonNull;
+use zeroize::Zeroizing;
 use zstd_safe::zstd_sys::{self, ZSTD_CCtx, ZSTD_DCtx, ZSTD_cParameter, ZSTD_dParameter};
 
 /// Longest compressed form in bytes. A page whose compressed form would be longer is stored raw. A
@@ -196,7 +197,8 @@ pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> 
 pub fn stored_bytes(page: &Page) -> usize {
     match same_filled(page) {
         Some(_) => 0,
-        None => encode(page, &mut [0; PAGE_SIZE]).map_or(PAGE_SIZE, <[u8]>::len),
+        // The compressed form has bytes of the page, and the stack may be swapped.
+        None => encode(page, &mut Zeroizing::new([0; PAGE_SIZE])).map_or(PAGE_SIZE, <[u8]>::len),
     }
 }
 

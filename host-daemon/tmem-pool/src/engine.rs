@@ -51,6 +51,8 @@ pub(crate) struct BackgroundState {
     /// Number of finalize steps so far. This number modulo the number of tenants is the position in
     /// the list of tenants at which the next finalize step begins, so that the tenants take turns.
     pub finalize_steps: CachePadded<AtomicUsize>,
+    /// Number of steps that freed detached pages.
+    pub free_steps: CachePadded<AtomicUsize>,
     /// Number of steps of background work so far. The number decides which steps do other work in
     /// addition to finalizing new pages and evicting pages for them.
     pub steps: CachePadded<AtomicUsize>,
@@ -74,6 +76,7 @@ impl BackgroundState {
     fn new() -> BackgroundState {
         BackgroundState {
             finalize_steps: CachePadded::default(),
+            free_steps: CachePadded::default(),
             steps: CachePadded::default(),
             compact_all: AtomicBool::new(false),
             is_reclaiming: AtomicBool::new(false),

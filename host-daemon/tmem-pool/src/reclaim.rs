@@ -75,17 +75,21 @@ impl Engine {
         }
     }
 
-    /// Frees up to `pages` detached pages (pages that were dropped earlier), those of departed
-    /// tenants first. Returns the number of steps done.
+    /// Frees up to `pages` detached pages (pages that were dropped earlier) of one tenant. Tenants
+    /// take turns, because a guest expects that its freed pages leave the pool soon, however many
+    /// pages another one drops. Returns the number of steps done.
     pub(crate) fn free_detached(&self, pages: usize) -> usize {
         if !self.any_tenant_has_detached() {
             return 0;
         }
+        let turn = self.background.free_steps.fetch_add(1, Relaxed);
         let membership = self.membership();
-        let tenant = membership.tenants().find(|tenant| tenant.has_detached());
-        let Some(tenant) = tenant.cloned() else {
+        let tenants = membership.tenants();
+        let detached: Vec<_> = tenants.filter(|tenant| tenant.has_detached()).collect();
+        let Some(&tenant) = detached.get(turn % detached.len().max(1)) else {
             return 0;
         };
+        let tenant = Arc::clone(tenant);
         drop(membership);
         let mut freed = Freed::with_capacity(pages);
         let steps = tenant.lock(&self.totals).free_detached(pages, &mut freed);

@@ -7,6 +7,7 @@ use crate::heap::Region;
 use crate::poison;
 use crate::sync::Mutex;
 use std::io;
+use std::ops::Range;
 use std::slice;
 
 /// Pages of memory for secret bytes, which no other code can access. They are zero at first.
@@ -41,7 +42,12 @@ impl SecretPages {
 
     /// Overwrites all pages with zeroes.
     pub fn wipe(&mut self) {
-        let pages = self.pages();
+        self.wipe_some(0..self.pages);
+    }
+
+    /// Overwrites the pages of a range with zeroes.
+    pub fn wipe_some(&mut self, range: Range<usize>) {
+        let pages = &mut self.pages()[range];
         pages.as_flattened_mut().fill(0);
         zeroize::optimization_barrier(&*pages);
     }

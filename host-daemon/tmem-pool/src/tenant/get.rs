@@ -7,8 +7,8 @@ use crate::codec;
 use crate::config::Page;
 use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS, MISS_NS, REF_NS};
 use crate::error::NoPool;
-use crate::index::PoolRef;
 use crate::index::entry::Content;
+use crate::index::{PoolRef, Sharing};
 use crate::request::{GET_PAGES_MAX, Get, GetResult, Ref};
 use crate::state::Taken;
 
@@ -29,12 +29,18 @@ pub struct Spent<'a> {
     nr: usize,
     pages: usize,
     cost_ns: u64,
+    is_private: bool,
 }
 
 impl Spent<'_> {
     /// Returns the number of pages that the get has handled, both hits and misses.
     pub fn pages(&self) -> usize {
         self.pages
+    }
+
+    /// Returns whether the pool is private, so that its pages may be memory of processes.
+    pub fn is_private(&self) -> bool {
+        self.is_private
     }
 
     /// Returns the cost of the get in nanoseconds. It includes the cost of dropping this value.
@@ -120,6 +126,7 @@ impl Tenant {
                 looked_up
             },
             cost_ns: estimator_ns,
+            is_private: pool.sharing == Sharing::Tenant,
         };
         let mismatches = self.restore(pool, &get, &taken[..looked_up], out, results, &mut spent);
         if mismatches > 0 {

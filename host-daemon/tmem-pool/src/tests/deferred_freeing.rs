@@ -425,3 +425,17 @@ fn freeing_dropped_pages_takes_no_budget_from_new_pages() {
     assert_eq!(b.stats().nursery_pages, BATCH as u64);
     assert_eq!(a.stats().detached_pages, 1000 - 2 * BATCH as u64);
 }
+
+/// Dropped pages of one tenant are freed soon, however many another one drops.
+#[test]
+fn tenants_take_turns_when_dropped_pages_are_freed() {
+    let engine = new_engine(16 << 20);
+    let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
+    fill(&a, 1, 1000);
+    fill(&b, 1, 100);
+    a.clear();
+    b.clear();
+    engine.maintain(Time(0), 300);
+    assert_eq!(b.stats().detached_pages, 0);
+    assert!(a.stats().detached_pages > 700);
+}

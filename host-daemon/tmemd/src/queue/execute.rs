@@ -764,7 +764,12 @@ fn get<'vm>(
     }
     let results = &results[..count];
     write_get_results(guest, status, results, from..done)?;
-    let written = write_get_pages(guest, results, from..done, buffers)?;
+    let written = write_get_pages(guest, results, from..done, buffers);
+    if spent.as_ref().is_some_and(Spent::is_private) {
+        // The guest may free these pages, and then expects that the host forgets their bytes.
+        buffers.0.wipe_some(from..done);
+    }
+    let written = written?;
     let least_bytes = RESP_BYTES + count * GET_PAGE_BYTES;
     let used_bytes = written.unwrap_or(least_bytes.max(progress.used_bytes));
     *progress = Progress { done, used_bytes };

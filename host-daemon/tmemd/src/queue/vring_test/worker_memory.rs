@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of the memory of a worker: it allocates nothing while it serves, and its buffers are not
-//! in core dumps.
+//! in core dumps and keep no page of a private pool.
 
 use super::*;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -68,6 +68,25 @@ fn get_64_pages_without_allocation(retain: u64) {
         guest.interrupted(),
         "the guest was not interrupted for the answer to its GET"
     );
+}
+
+/// The next GET may be shorter, so that it would not overwrite all pages of this one.
+#[test]
+fn worker_buffers_keep_no_page_of_a_private_pool() {
+    for (private, kept) in [(true, 0), (false, 5)] {
+        let mut guest = guest();
+        let tenant = &guest.link.vm.tenant;
+        if private {
+            tenant.destroy_pool(1).expect("the pool does not exist");
+            tenant.create_private_pool(1).expect("the pool exists");
+        }
+        guest.put(5, 3);
+        let answer = guest.get(5, 3);
+        guest.run_slice();
+        assert_eq!(guest.results(answer, 3), [wire::P_HIT; 3]);
+        let first = guest.scratch.pages.pages()[0];
+        assert_eq!(first, [kept; PAGE_SIZE], "private: {private}");
+    }
 }
 
 #[test]
