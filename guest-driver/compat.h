@@ -230,15 +230,22 @@ static inline void tmem_shrinker_remove(struct shrinker *shrinker)
 #endif
 }
 
-/* Waits until all requests of a queue have ended. Since 6.14, freezing changes the task's flags. */
-static inline void tmem_drain_queue(struct request_queue *queue)
+/*
+ * Waits up to @timeout jiffies until all requests of a queue have ended. New requests wait
+ * meanwhile. Returns whether they have ended.
+ */
+static inline bool tmem_drain_queue(struct request_queue *queue, unsigned long timeout)
 {
+	bool ended;
+
+	blk_freeze_queue_start(queue);
+	ended = blk_mq_freeze_queue_wait_timeout(queue, timeout);
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 14, 0)
-	blk_mq_freeze_queue(queue);
 	blk_mq_unfreeze_queue(queue);
 #else
-	blk_mq_unfreeze_queue(queue, blk_mq_freeze_queue(queue));
+	blk_mq_unfreeze_queue_nomemrestore(queue);
 #endif
+	return ended;
 }
 
 /* Allocates a disk, which put_disk() frees, or returns NULL. */

@@ -5,10 +5,9 @@
  *
  * The driver cannot see writes that began before the area was known, or that bypass submit_bio().
  * After such a write it records nothing until the disk was drained: freezing its request queue
- * waits until all requests have ended, which may take as long as the disk likes. A disk without
- * request queue (device mapper, md) passes bios on and may keep them in memory, so it cannot be
- * drained. Its area records only if the mount was seen from its start and no write was missed
- * since.
+ * waits until all requests have ended, or gives up after DRAIN_TIMEOUT. A disk without a queue
+ * (device mapper, md) passes bios on and may keep them in memory, so it cannot be drained. Its area
+ * records only if the mount was seen from its start and no write was missed since.
  */
 #include <linux/blk-mq.h>
 #include <linux/blkdev.h>
@@ -26,6 +25,13 @@
 
 /* Least time between two drains of the areas, which stop the disks for a moment. */
 #define DRAIN_PERIOD	HZ
+/*
+ * Longest time for which a drain lets new requests wait. A disk of 125 MB/s ends 256 requests of 1
+ * MiB in half of it. A command of a program (SG_IO) may take minutes. Then the area tries again
+ * after DRAIN_RETRY.
+ */
+#define DRAIN_TIMEOUT	(5 * HZ)
+#define DRAIN_RETRY	(20 * HZ)
 /* Period in which the tables of records follow the size of RAM. */
 #define RAM_PERIOD	(10 * HZ)
 
@@ -258,7 +264,7 @@ static u32 begin_interval(struct tmem_area *area)
  * Drains the disk of an area. The interval begins before the drain, so that a write that is missed
  * during the drain ends it. Reads may record and reclaim may put old bytes until the drain has
  * ended. These are erased, and only then may blocks be got. The drain may take long, so the lock is
- * released meanwhile.
+ * released meanwhile. If it times out, the interval ends, and the next drain erases its blocks.
  */
 static void drain_area(struct tmem_area *area)
 {
@@ -267,31 +273,52 @@ static void drain_area(struct tmem_area *area)
 	area->busy = true;
 	mutex_unlock(&areas_lock);
 	TMEM_HOLD(drain);
-	if (!TMEM_WITHOUT(DRAIN))
-		tmem_drain_queue(area->disk->queue);
-	if (!TMEM_WITHOUT(DRAINED))
-		tmem_area_erase(area->disk, area->start,
-				(sector_t)area->nr * TMEM_BLOCK_SECTORS, true);
-	WRITE_ONCE(area->served, epoch);
+	if (TMEM_WITHOUT(DRAIN) || tmem_drain_queue(area->disk->queue, DRAIN_TIMEOUT)) {
+		if (!TMEM_WITHOUT(DRAINED))
+			tmem_area_erase(area->disk, area->start,
+					(sector_t)area->nr * TMEM_BLOCK_SECTORS, true);
+		WRITE_ONCE(area->served, epoch);
+	} else {
+		WRITE_ONCE(area->epoch, 0);
+		area->retry = (jiffies + DRAIN_RETRY) ?: 1;
+	}
 	mutex_lock(&areas_lock);
 	area->busy = false;
 	wake_up_all(&drain_wait);
 }
 
+/* Returns whether an area has to be drained, which may have to wait (is_late()). */
+static bool wants_drain(const struct tmem_area *area)
+{
+	return area && area->drained && !READ_ONCE(area->failed) && !READ_ONCE(area->epoch);
+}
+
+/* Returns whether the last drain of an area has timed out, and the next one has to wait. */
+static bool is_late(const struct tmem_area *area)
+{
+	return area->retry && time_before(jiffies, area->retry);
+}
+
 static void drain_fn(struct work_struct *work)
 {
 	struct tmem_area *area;
+	bool late = false;
 	unsigned int i;
 
 	mutex_lock(&drain_lock);
 	mutex_lock(&areas_lock);
 	for (i = 0; i < TMEM_FS_MAX; i++) {
 		area = rcu_dereference_protected(areas[i], lockdep_is_held(&areas_lock));
-		if (area && area->drained && !READ_ONCE(area->failed) && !READ_ONCE(area->epoch))
+		if (!wants_drain(area))
+			continue;
+		if (!is_late(area))
 			drain_area(area);
+		late |= wants_drain(area) && is_late(area);
 	}
 	mutex_unlock(&areas_lock);
 	mutex_unlock(&drain_lock);
+	if (late)
+		queue_delayed_work(tmem_system_wq, &drain_work, DRAIN_RETRY);
 }
 
 /*

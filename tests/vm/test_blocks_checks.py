@@ -963,6 +963,47 @@ def test_area_starts_with_a_drain(session: Session, kernel: Kernel, test_module:
         guest.sh("rmmod virtio_tmem", 60)
 
 
+def test_drain_of_a_slow_disk_delays_reads_for_a_bounded_time(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """While a request takes long, as a command of a program may, other requests do not wait for it."""
+    image = disk.ext4(session.directory / "data.img", DISK_BYTES)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(start_daemon(session).socket("vm1")),
+        cpus=2,
+        disks=[Disk("data", image, debug=True)],
+        files=programs(SPECIAL),
+    )
+    guest = vm.start()
+    guest.mount("data", WHERE)
+    device = guest.disk("data")
+    paths = [f"{WHERE}/{name}" for name in ("written", "read")]
+    for path in paths:
+        guest.put(path, OLD)
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    vm.qemu_io("data", "break write_aio held")
+    writer = guest.start(f"dd if=/dev/zero of={paths[0]} bs={PAGE} count=1 conv=notrunc oflag=direct", 120)
+    until(
+        lambda: guest.read(f"/sys/block/{device}/inflight").split()[1] == "1",
+        IO_SECONDS,
+        "the disk has the write",
+    )
+    guest.insmod(MODULE, PARAMETERS)
+    wait_state(guest, "on")
+    # This read waits for the drain, which gives up.
+    assert guest.get(paths[1]) == OLD
+    mount = Mount(guest, WHERE)
+    assert not writer.done() and mount.read("state") == "starting"
+    vm.qemu_io("data", "resume held")
+    assert writer.wait().status == 0
+    mount.wait("on")
+    evict(guest, paths[1])
+    assert guest.get(paths[1]) == OLD
+
+
 def test_mounts_are_served_after_the_self_test(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
