@@ -12,7 +12,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -23,13 +23,17 @@ use tmem_trace::format::{Blind, Event, Op, SizeClass, Writer};
 /// 10,000 events.
 const BUFFER_BYTES: usize = 64 << 10;
 
+/// Largest number of full buffers that wait for the disk, 16 MiB. If the disk is slower than the
+/// guests for longer, the recording ends.
+const BUFFERS_MAX: usize = 256;
+
 struct TraceState {
     writer: Writer,
     buffer: Vec<u8>,
     /// Number of bytes that may still be added before the trace reaches its maximum size.
     left_bytes: u64,
     /// Channel that passes full buffers to the writing thread; None after the trace has ended.
-    full: Option<Sender<Vec<u8>>>,
+    full: Option<SyncSender<Vec<u8>>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -65,7 +69,7 @@ impl Recorder {
             .mode(0o600)
             .open(path)
             .map_err(|e| io::Error::new(e.kind(), format!("trace {}: {e}", path.display())))?;
-        let (full, buffers) = channel();
+        let (full, buffers) = sync_channel(BUFFERS_MAX);
         let own_path = path.to_owned();
         let thread = std::thread::Builder::new()
             .name("trace".into())
@@ -131,9 +135,15 @@ impl Recorder {
         if is_full || buffer.len() >= BUFFER_BYTES {
             *left_bytes -= buffer.len() as u64;
             let buffer = std::mem::replace(buffer, Vec::with_capacity(BUFFER_BYTES));
-            // If sending fails, the writing thread has logged a failure and ended, so the trace
-            // ends, too.
-            if sender.send(buffer).is_err() || is_full {
+            let sent = sender.try_send(buffer);
+            if let Err(TrySendError::Full(_)) = sent {
+                tracing::error!(
+                    "trace {}: the disk is too slow, and the recording ends; use a faster disk",
+                    self.path.display()
+                );
+            }
+            // The writing thread may also have logged a failure and ended.
+            if sent.is_err() || is_full {
                 *full = None;
             }
         }
@@ -321,5 +331,29 @@ mod tests {
             },
         ];
         assert_eq!(ops[1..], expected);
+    }
+
+    #[test]
+    fn a_slow_disk_ends_the_recording() {
+        let (full, buffers) = sync_channel(1);
+        let recorder = Arc::new(Recorder {
+            path: PathBuf::from("slow"),
+            begun: Instant::now(),
+            blind: Blind::default(),
+            state: Mutex::new(TraceState {
+                writer: Writer::default(),
+                buffer: Vec::new(),
+                left_bytes: u64::MAX,
+                full: Some(full),
+                thread: None,
+            }),
+        });
+        let tap = Tap::new(Arc::clone(&recorder), 1);
+        // Nobody takes the buffers, and the second one finds no room.
+        for _ in 0..BUFFER_BYTES {
+            tap.get(1, 5, 7, [true; 64].into_iter(), 0);
+        }
+        assert!(recorder.state.lock().unwrap().full.is_none());
+        assert_eq!(buffers.iter().count(), 1);
     }
 }
