@@ -41,7 +41,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
  */
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
 /* TMEM_HOLD_CLOCK(place, deadline_ns) - the same; returns the deadline, later by that time */
-#define TMEM_HOLD_CLOCK(place, deadline_ns) tmem_hold_clock(&tmem_hold_##place, deadline_ns)
+#define TMEM_HOLD_CLOCK(place, deadline_ns) tmem_hold_and_extend(&tmem_hold_##place, deadline_ns)
 /* TMEM_HOLD_ATOMIC(place) - the same for a task that must not sleep; another processor is free */
 #define TMEM_HOLD_ATOMIC(place)	tmem_hold_atomic(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
@@ -51,7 +51,7 @@ extern unsigned int tmem_hold_drain, tmem_hold_put, tmem_hold_selftest, tmem_hol
 extern unsigned int tmem_hold_choice, tmem_hold_forbid;
 void tmem_hold(unsigned int *place);
 void tmem_hold_atomic(unsigned int *place);
-u64 tmem_hold_clock(unsigned int *place, u64 deadline_ns);
+u64 tmem_hold_and_extend(unsigned int *place, u64 deadline_ns);
 
 extern unsigned long tmem_test_index_bytes;
 /* Returns the limit of the index in bytes, which a test may lower. */
@@ -124,7 +124,7 @@ enum tmem_block_check {
 	TMEM_CHECK_PASSTHROUGH,	/* commands of users end the interval */
 	TMEM_CHECK_BIO_QUEUE,	/* writes beside submit_bio() end the interval */
 	TMEM_CHECK_DRAIN,	/* an area starts with a drain of its disk */
-	TMEM_CHECK_BYTES,	/* the place of a segment is counted in bytes */
+	TMEM_CHECK_BYTES,	/* the place of a bio's segment is not that of its iterator */
 	TMEM_CHECK_WHOLE,	/* only whole blocks are recorded and got */
 	TMEM_CHECK_VISIBLE,	/* disks with writes that are no bios have no area */
 	TMEM_CHECK_LEAVE,	/* a folio that may not be put loses its hints */

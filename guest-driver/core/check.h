@@ -124,7 +124,7 @@ static inline u64 tmem_check64_page(const struct tmem_check_keys *keys, const vo
 
 /*
  * Returns the offset of a put's cookie from the cookie base. An offset above TMEM_SEQ_MASK must not
- * be used. @seq is the sequence number of the put in its queue, which is below @nr_queues.
+ * be used. @seq is the number of the put in its queue. @queue is below @nr_queues.
  */
 static inline u64 tmem_cookie_offset(u64 seq, unsigned int nr_queues, unsigned int queue)
 {

@@ -22,7 +22,7 @@ struct tmem_slot {
 	u64 object;
 	u64 index;
 	u64 base;		/* cookie minus offset */
-	u64 offset;		/* cookie offset, as in the index entry */
+	u64 offset;		/* cookie minus cookie base, as in the index entry */
 	u32 pool;
 	u32 bucket;		/* bucket of the index that has the entry */
 	u32 epoch;		/* dev->epoch at the time of the put */
@@ -69,7 +69,7 @@ struct tmem_ref {
 	u64 object;
 	u64 index;
 	u64 cookie;
-	u64 offset;		/* cookie offset, as in the index entry */
+	u64 offset;		/* cookie minus cookie base, as in the index entry */
 	u32 pool;
 	u32 bucket;		/* bucket of the index that has the entry */
 	/* dev->epoch, read before the entry changed from retained to held */

@@ -210,7 +210,10 @@ static void area_add(unsigned int type, struct block_device *bdev)
 	struct tmem_fs *fs;
 	unsigned int i;
 
-	/* A device has one swap area. Its device number may have been of another partition. */
+	/*
+	 * Remove areas whose end was not seen yet: the one with this number, and one on a device
+	 * with this device number, which may have belonged to another partition.
+	 */
 	for (i = 0; i < MAX_SWAPFILES; i++)
 		if (i == type || (area_at(i) && area_at(i)->bdev->bd_dev == bdev->bd_dev))
 			area_remove(i);

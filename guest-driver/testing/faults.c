@@ -125,7 +125,7 @@ MODULE_PARM_DESC(test_hold_selftest, "TEST: 1: stop before the next self-test; r
 
 /**
  * tmem_hold() - stop the calling task if a test requests it
- * @place: parameter
+ * @place: variable of the parameter test_hold_<place>
  *
  * Context: process, sleeps.
  */
@@ -138,14 +138,14 @@ void tmem_hold(unsigned int *place)
 }
 
 /**
- * tmem_hold_clock() - stop the calling task if a test requests it, without using up its time
- * @place: parameter
+ * tmem_hold_and_extend() - stop the calling task if a test requests it, without using up its time
+ * @place: variable of the parameter test_hold_<place>
  * @deadline_ns: time at which the task must have ended
  *
  * Return: the deadline, later by the time for which the task was stopped.
  * Context: process, sleeps.
  */
-u64 tmem_hold_clock(unsigned int *place, u64 deadline_ns)
+u64 tmem_hold_and_extend(unsigned int *place, u64 deadline_ns)
 {
 	u64 begin_ns = ktime_get_ns();
 
@@ -155,7 +155,7 @@ u64 tmem_hold_clock(unsigned int *place, u64 deadline_ns)
 
 /**
  * tmem_hold_atomic() - stop the calling task, which must not sleep, if a test requests it
- * @place: parameter
+ * @place: variable of the parameter test_hold_<place>
  *
  * Context: any, with interrupts on.
  */

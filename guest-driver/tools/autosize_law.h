@@ -5,9 +5,9 @@
  * can run it against a simulated guest (tests/autosize_test.c).
  *
  * The service reclaims small steps while no task waits for memory, the pool keeps the evicted pages
- * and few of them are read again. Otherwise it pauses. A pause is twice as long as the one before,
- * and steps after it are half as large. Both recover, a level at a time, when the service has
- * reclaimed without trouble for as long as the last pause.
+ * and few of them are read again. Otherwise it pauses. Each pause raises the back-off level by 1. A
+ * level doubles the next pause and halves the steps after it. The level falls by 1 when the service
+ * has reclaimed without trouble for as long as the last pause.
  */
 #ifndef AUTOSIZE_LAW_H
 #define AUTOSIZE_LAW_H

@@ -607,7 +607,7 @@ def test_repeated_refusal_of_a_backend_sends_no_further_event(machine, backend):
     assert len(vm.tmem_events()) == before
 
 
-def test_last_error_names_a_backend_that_closes_at_once(machine, backend):
+def test_last_error_says_that_the_backend_closed_the_connection(machine, backend):
     vm = machine()
     backend("--close-at", "1")
     wait_for(

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Reclaims page cache by memory.reclaim of the root control group, and lets the driver pace that
- * (VIRTIO_TMEM_IOC_PACE).
+ * Reclaims page cache by memory.reclaim of the root control group. A thread that has registered
+ * itself (VIRTIO_TMEM_IOC_PACE) waits for the put ring meanwhile.
  *
  * - reclaim plain BYTES: reclaims without a registration
  * - reclaim paced BYTES: registers, and reclaims
  * - reclaim closed BYTES: registers, closes the device, and reclaims
- * - reclaim child BYTES: registers, and lets a child reclaim
- * - reclaim read FILE: registers, and reads a file
+ * - reclaim child BYTES: registers, and lets a child reclaim, which is not registered
+ * - reclaim read FILE: registers, and reads a file, for which it must not wait
  * - reclaim register: registers until the driver refuses, and once more after it has closed one
  *   device; prints the number of registrations before the error, and both results
  */

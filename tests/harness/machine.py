@@ -84,7 +84,7 @@ def idle_polling() -> Iterator[str]:
 
 
 @contextmanager
-def observed() -> Iterator[dict[str, Any]]:
+def polling_with_facts() -> Iterator[dict[str, Any]]:
     """Lets idle processors poll, and yields facts about the machine.
 
     The facts are complete when the context ends, also by an exception: load averages, and the share

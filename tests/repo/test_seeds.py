@@ -74,7 +74,9 @@ def test_rate_is_read_from_the_output_of_both_benchmarks() -> None:
 
 
 @pytest.mark.parametrize("keys", [list(MAKE), ["postgresql_ro"]], ids=["all", "none published"])
-def test_plot_has_the_published_gains_that_were_repeated(keys: list[str], tmp_path: Path) -> None:
+def test_plot_has_each_repeated_experiment_with_a_published_gain(
+    keys: list[str], tmp_path: Path
+) -> None:
     found = results({WITHOUT: 6.0, WITH: 2.0, MORE: 2.0})
     found["parts"] = {key: found["parts"][key] for key in keys}
     page = tmp_path / "docs/benchmarks/seeds.md"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from driver import Torture, is_on, state, stats
-from test_filesystems import SCENARIOS, SMALL, boot, mounted
+from test_filesystems import SCENARIOS, SMALL, boot, mount_arguments
 
 from harness import disk, module
 from harness import kernel as kernels
@@ -79,17 +79,18 @@ def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
     """Yields the arguments of each run of the torture program in one VM, with a new seed."""
     yield (
         f"--seed={generator.getrandbits(32)} --ops={RANDOM_OPERATIONS} {SMALL} --jobs=2 "
-        f"--rounds=3 {mounted(name)}"
+        f"--rounds=3 {mount_arguments(name)}"
     )
     yield (
         f"--seed={generator.getrandbits(32)} --mode=versions --ops={VERSIONS_OPERATIONS} --mixed "
         "--readers=4 --direct-readers=2"
     )
+    arguments = mount_arguments(name)
     for scenario in SCENARIOS:
         # Swap files on file systems with blocks of 1 KiB or with bigalloc need options of mkswap
         # and of the file that torture does not use.
         if scenario != "swap" or not re.search("1k|bigalloc", name):
-            yield f"--seed={generator.getrandbits(32)} --scenario={scenario} {mounted(name)}"
+            yield f"--seed={generator.getrandbits(32)} --scenario={scenario} {arguments}"
 
 
 def mountable(kernel: kernels.Kernel, name: str) -> bool:

@@ -142,7 +142,10 @@ def make_held(guest: Guest, path: str) -> None:
 
 
 def write_shared_blocks(guest: Guest) -> bool:
-    """Writes a file directly that shares its blocks, so that xfs gives it others."""
+    """Overwrites a file by direct I/O whose blocks another file has, so that xfs gives it others.
+
+    Returns whether reads of the page cache then return the bytes of the disk.
+    """
     source, path = f"{WHERE}/source", f"{WHERE}/clone"
     make_held(guest, source)
     guest.sh(f"{SPECIAL} clone {path} {source}")
@@ -156,7 +159,10 @@ def write_shared_blocks(guest: Guest) -> bool:
 
 
 def punch(guest: Guest) -> bool:
-    """Removes blocks of a file whose pages were evicted."""
+    """Removes blocks of a file whose pages were evicted.
+
+    Returns whether reads of the page cache then return the bytes of the disk.
+    """
     path = f"{WHERE}/punched"
     make_held(guest, path)
     guest.sh(f"{SPECIAL} punch {path} {2 * PAGE} {4 * PAGE}")

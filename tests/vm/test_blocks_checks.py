@@ -797,13 +797,13 @@ class Stripes:
     def whole(self) -> str:
         return f"0 {self.sectors} linear '{self.right} 0'"
 
-    def change(self, table: str) -> None:
+    def set_table(self, table: str) -> None:
         self.guest.sh(f"{DM} slow {table}", 60)
 
     def change_block(self, at: int, target: str) -> None:
         """Gives a block of the second disk, which begins at sector `at`, another target."""
         after = at + PAGE // SECTOR
-        self.change(
+        self.set_table(
             f"0 {at} linear '{self.right} 0' {at} {PAGE // SECTOR} {target}"
             f" {after} {self.sectors - after} linear '{self.right} {after}'"
         )
@@ -861,7 +861,7 @@ class Stripes:
 
         until(half_read, IO_SECONDS, "the first page is read, and the second one is not")
         assert file.write().wait().status == 0
-        self.change(self.whole())
+        self.set_table(self.whole())
         assert reader.wait().stdout == OLD * 2
         evict(self.guest, file.path)
         found = file.read()
@@ -873,7 +873,7 @@ class Stripes:
         file, at = self.file()
         self.change_block(at, f"flakey '{self.right} {at} 0 1 1 error_writes'")
         assert file.write(1).wait().status != 0
-        self.change(self.whole())
+        self.set_table(self.whole())
         assert file.read() == OLD * 2
         evict(self.guest, file.path)
         self.write_below(self.right, at)
@@ -966,7 +966,7 @@ def test_area_starts_with_a_drain(session: Session, kernel: Kernel, test_module:
 def test_drain_of_a_slow_disk_delays_reads_for_a_bounded_time(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """While a request takes long, as a command of a program may, other requests do not wait for it."""
+    """A drain waits for a request that takes long, but gives up, so that other requests go on."""
     image = disk.ext4(session.directory / "data.img", DISK_BYTES)
     vm = driver_vm(
         session,
@@ -985,7 +985,9 @@ def test_drain_of_a_slow_disk_delays_reads_for_a_bounded_time(
         guest.put(path, OLD)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     vm.qemu_io("data", "break write_aio held")
-    writer = guest.start(f"dd if=/dev/zero of={paths[0]} bs={PAGE} count=1 conv=notrunc oflag=direct", 120)
+    writer = guest.start(
+        f"dd if=/dev/zero of={paths[0]} bs={PAGE} count=1 conv=notrunc oflag=direct", 120
+    )
     until(
         lambda: guest.read(f"/sys/block/{device}/inflight").split()[1] == "1",
         IO_SECONDS,

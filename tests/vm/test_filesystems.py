@@ -75,7 +75,7 @@ def boot(
     return guest
 
 
-def mounted(name: str) -> str:
+def mount_arguments(name: str) -> str:
     """Returns the arguments with which the torture program can unmount and mount the disk."""
     fs = disk.find(name)
     options = f" --mount-options={fs.mount_options}" if fs.mount_options else ""
@@ -84,7 +84,7 @@ def mounted(name: str) -> str:
 
 def random_operations(guest: Guest, name: str, operations: int) -> None:
     arguments = f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 --rounds=2"
-    numbers = Torture(guest, f"{arguments} {mounted(name)}", 900).finish()
+    numbers = Torture(guest, f"{arguments} {mount_arguments(name)}", 900).finish()
     assert numbers["ops"] >= operations
     counters = stats(guest)
     print(counters)
@@ -105,7 +105,7 @@ def test_xfs_torture_finds_no_wrong_byte(session: Session, kernel: Kernel, modul
     guest = boot(session, kernel, module, "xfs")
     random_operations(guest, "xfs", 6_000)
     for scenario in (*SCENARIOS, "clone", "swapext"):
-        numbers = Torture(guest, f"--scenario={scenario} {mounted('xfs')}").finish()
+        numbers = Torture(guest, f"--scenario={scenario} {mount_arguments('xfs')}").finish()
         assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
 
 
@@ -119,7 +119,7 @@ def test_random_operations_find_no_wrong_byte(
     Torture(guest, f"--seed={seed()} --mode=versions --ops=5000 --mixed").finish()
     exchange = ["exchange"] if disk.FILE_SYSTEMS[name].exchange else []
     for scenario in (*SCENARIOS, *exchange):
-        numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
+        numbers = Torture(guest, f"--scenario={scenario} {mount_arguments(name)}").finish()
         assert name in SMALL_BLOCKS or numbers["puts"] > 0, (
             f"scenario {scenario} put no page, so it did not test the cache"
         )

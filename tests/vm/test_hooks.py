@@ -104,7 +104,7 @@ def check_fadvise(guest: Guest) -> None:
         assert put > FILE_PAGES // 2 if off else put == 0
 
 
-def test_dropped_files_are_put_only_without_the_fadvise_hook(
+def test_pages_dropped_by_fadvise_are_put_only_without_the_fadvise_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     check_fadvise(boot(session, kernel, test_module))

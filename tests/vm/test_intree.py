@@ -37,7 +37,7 @@ from driver import (
 from test_blocks import check_writes_are_seen_twice
 from test_files import SPECIAL, check_cached, make
 from test_filesystems import SCENARIOS as XFS_SCENARIOS
-from test_filesystems import mounted
+from test_filesystems import mount_arguments
 from test_hooks import READERS, check_fadvise, check_read_path
 from test_pace import check_waits_for_silent_host
 from test_selftest import BLIND
@@ -181,7 +181,7 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
     """Random operations, evictions and unmounts cause no wrong byte, and the cache has hits."""
     guest = served(session, kernel, "verify_every=10", name)
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
-    numbers = Torture(guest, f"{arguments} {mounted(name)}", 900).finish()
+    numbers = Torture(guest, f"{arguments} {mount_arguments(name)}", 900).finish()
     assert numbers["ops"] >= OPERATIONS
     counters = stats(guest)
     print(counters)
@@ -209,7 +209,7 @@ def test_torture_scenarios_find_no_wrong_byte(
 ) -> None:
     guest = served(session, kernel, name=name)
     for scenario in scenarios:
-        numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
+        numbers = Torture(guest, f"--scenario={scenario} {mount_arguments(name)}").finish()
         assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     assert stats(guest)["hits"] > 0
     wait_state(guest, "on")

@@ -37,7 +37,7 @@ from driver import (
 )
 from liar import LIES_OF_REFS, Liar
 from test_driver import FILE_BYTES, overwrite, tree_disk
-from test_filesystems import mounted
+from test_filesystems import mount_arguments
 from test_guest_command import COMMAND, command
 from test_mounts import Mount
 from test_ring import hold_feeder
@@ -841,7 +841,7 @@ def test_random_operations_with_retained_pages_find_no_wrong_byte(
         cpus=2,
         memory_bytes=320 * MIB,
     )
-    arguments = f"--seed={seed()} --ops=8000 {SMALL} --jobs=2 --rounds=2 {mounted(name)}"
+    arguments = f"--seed={seed()} --ops=8000 {SMALL} --jobs=2 --rounds=2 {mount_arguments(name)}"
     Torture(guest, arguments, 900).finish()
     counters = settle_refs(guest)
     print(counters)

@@ -94,7 +94,7 @@ def hold_feeder(guest: Guest) -> Hold:
     return hold
 
 
-def wait_for_full_batches(guest: Guest) -> dict[str, int]:
+def wait_until_full_batches_are_answered(guest: Guest) -> dict[str, int]:
     """Waits until fewer than a batch of puts are unanswered; returns the driver's counters."""
     counters: dict[str, int] = {}
 
@@ -133,7 +133,7 @@ def test_full_batches_and_their_answers_need_no_feeder_thread(
     before = stats(guest)
     for path in paths:
         guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
-        after = wait_for_full_batches(guest)
+        after = wait_until_full_batches_are_answered(guest)
     grown = growth(before, after)
     assert grown["puts"] >= BURSTS * CHUNK_PAGES
     # The ring would have been full if answers had not freed slots.
@@ -157,7 +157,7 @@ def test_a_flush_is_sent_before_a_later_put_of_its_page(
     hold = hold_feeder(guest)
     before = stats(guest)
     guest.sh(f"{write}; sync; echo 1 >/proc/sys/vm/drop_caches")
-    after = wait_for_full_batches(guest)
+    after = wait_until_full_batches_are_answered(guest)
     grown = growth(before, after)
     assert grown["invalidations_block"] >= CHUNK_PAGES and grown["puts"] >= CHUNK_PAGES
     assert grown["requests_flush"] >= 1

@@ -138,7 +138,7 @@ def test_untested_kernel_release_compares_more_hits_with_the_disk(
     assert stats(guest)["verify_mismatches"] == 0
 
 
-def test_verify_every_set_at_load_overrides_the_untested_default(
+def test_verify_every_set_at_load_overrides_the_default_of_untested_releases(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     name = untested(kernel)

@@ -489,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lookup_needs_tag_and_place() {
+    fn a_lookup_finds_only_a_blob_with_the_tag_and_the_place() {
         let blobs = Blobs::new(vec![7, 7, 7, 7 + LOCKS]);
         let table = table(100);
         (1..4).for_each(|blob| add(&table, &blobs, blob));

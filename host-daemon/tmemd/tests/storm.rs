@@ -43,8 +43,8 @@ const MEMORY_LEFT_BYTES: usize = 32 << 20;
 const MAPPINGS_LEFT: usize = 64;
 
 /// Returns the configuration of a guest with little memory and few slots for requests, because the
-/// test runs 256 guests.
-fn small(name: &str, number: usize) -> GuestConfig {
+/// test runs 256 guests. Guests with even numbers use memory slots.
+fn small_guest(name: &str, number: usize) -> GuestConfig {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     GuestConfig {
         name: name.into(),
@@ -166,7 +166,7 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
                     objects: 2,
                     ..DriverConfig::default()
                 };
-                let mut driver = Driver::new(small(name, number), config).unwrap();
+                let mut driver = Driver::new(small_guest(name, number), config).unwrap();
                 for _ in 0..ROUNDS {
                     barrier.wait(VMS + 1);
                     visit(&mut driver, socket, &mut rng);

@@ -44,7 +44,7 @@ class Server:
     seed: str  # option for the seed
     files: str  # directory of the database
 
-    def prepare(self) -> str:
+    def prepare_script(self) -> str:
         """Returns a script that fills the database."""
         wait = f"until {self.is_ready} >/dev/null 2>&1; do sleep 0.2; done"
         return f"set -e; {self.start} & {wait}; {self.fill}; {self.stop}; wait"
@@ -92,7 +92,7 @@ def image(path: Path, server: Server) -> Path:
     tree = path.with_suffix(".tree")
     tree.mkdir()
     _run(str(SYSTEM), "make", SUITE, str(tree), *PACKAGES)
-    _run(str(SYSTEM), "run", str(tree), "/bin/sh", "-c", server.prepare())
+    _run(str(SYSTEM), "run", str(tree), "/bin/sh", "-c", server.prepare_script())
     for name in UNUSED:
         shutil.rmtree(tree / name, ignore_errors=True)
     contents(tree / "batch", BATCH_BYTES, random.Random(SEED))

@@ -117,11 +117,11 @@ class Neighbour(Workload):
         daemon = lab.daemon("victim", WITH, pool_bytes=768 * MIB)
         requests = disks.loads_image(lab.directory / "loads.img", self._loads())
         loads = Disk("loads", requests, read_only=True)
-        self._victim = lab.guest(Spec("victim", RAM_BYTES, (data, loads), daemon))
+        self._victim = lab.boot_guest(Spec("victim", RAM_BYTES, (data, loads), daemon))
         self._victim.mount_loads()
         self._neighbours = {
-            WITH: lab.guest(Spec(WITH, RAM_BYTES, (data,), daemon)),
-            WITHOUT: lab.guest(Spec(WITHOUT, RAM_BYTES, (data,), None)),
+            WITH: lab.boot_guest(Spec(WITH, RAM_BYTES, (data,), daemon)),
+            WITHOUT: lab.boot_guest(Spec(WITHOUT, RAM_BYTES, (data,), None)),
         }
         for box in (self._victim, *self._neighbours.values()):
             box.mount_set()

@@ -325,7 +325,7 @@ class Lab:
     def boot(self, box: Box) -> None:
         self.host.start(box.vm, box.spec)
 
-    def guest(self, spec: Spec) -> Box:
+    def boot_guest(self, spec: Spec) -> Box:
         """Returns a guest that has booted."""
         box = self.create(spec)
         self.boot(box)

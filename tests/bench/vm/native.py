@@ -38,7 +38,7 @@ from bench.vm.output import Progress, table
 from harness import disk, native
 from harness.daemon import Daemon
 from harness.disk import Disk
-from harness.machine import observed, pinning
+from harness.machine import pinning, polling_with_facts
 from harness.native import NativeConfig
 from harness.paths import TESTS, HarnessError, guest_program, host_binary
 from harness.session import Session
@@ -527,7 +527,7 @@ class Bench:
         return time.monotonic() - began
 
     def run(self, only: list[str]) -> None:
-        with observed() as facts:
+        with polling_with_facts() as facts:
             for name in STEPS:
                 if not only or name in only:
                     getattr(self, name)()

@@ -36,7 +36,7 @@ from bench.vm.workloads import (
     Workload,
     Write,
 )
-from harness.machine import EVERYWHERE, observed, processor_model
+from harness.machine import EVERYWHERE, polling_with_facts, processor_model
 from harness.paths import ROOT, HarnessError, host_binary
 from harness.session import Session
 
@@ -105,7 +105,10 @@ class Run:
         failures: list[str] = []
         facts: dict[str, Any] = {}
         try:
-            with tempfile.TemporaryDirectory(prefix="tmem-proof-") as images, observed() as facts:
+            with (
+                tempfile.TemporaryDirectory(prefix="tmem-proof-") as images,
+                polling_with_facts() as facts,
+            ):
                 for part in parts:
                     self._progress.step(f"{part.title}; about {left / 60:.0f} min left")
                     try:

@@ -297,7 +297,7 @@ class Rivals(Workload):
         # Start the guests and the processes of their disks inside the control group.
         inside = fleet.group.inside() if fleet.group else contextlib.nullcontext()
         with inside:
-            fleet.boxes += [lab.guest(spec) for spec in specs]
+            fleet.boxes += [lab.boot_guest(spec) for spec in specs]
         self._warm(arm, fleet)
         return fleet
 

@@ -19,7 +19,7 @@ from bench.vm.machine import DATA
 from bench.vm.output import Progress
 from bench.vm.results import Measured, Repetition
 from bench.vm.workloads import SET_BYTES, WITH, Oltp, Paired, RandomReread
-from harness.machine import observed
+from harness.machine import polling_with_facts
 from harness.session import Session
 from harness.vm import MIB
 
@@ -102,7 +102,7 @@ def measured(part: Paired, progress: Progress) -> list[Repetition]:
     host, found = Native(), []
     with (
         tempfile.TemporaryDirectory(prefix="tmem-sizing-") as images,
-        observed(),
+        polling_with_facts(),
         Session(pinning=host.pinning) as session,
     ):
         lab = Lab(host, session, Path(images))

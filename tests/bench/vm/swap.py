@@ -33,7 +33,7 @@ from harness import disk, native
 from harness.daemon import Daemon
 from harness.disk import Disk, Throttle
 from harness.guest import Job
-from harness.machine import observed, pinning, processor_model
+from harness.machine import pinning, polling_with_facts, processor_model
 from harness.native import NativeConfig, NativeVm
 from harness.paths import ROOT, TESTS, HarnessError, guest_program, host_binary
 from harness.session import Session
@@ -273,7 +273,7 @@ class Part:
         image = disk.blank(path, round(SIZES[-1] * RAM_BYTES) + SPARE_BYTES)
         return Disk(SLOW, image, throttle=disk.CLOUD_VOLUME)
 
-    def guest(
+    def boot_guest(
         self,
         arm: str,
         number: int,
@@ -337,7 +337,7 @@ class Fleet(Part):
         self._daemon.start()
         self._fleets = {
             arm: [
-                self.guest(
+                self.boot_guest(
                     arm, number, share, self.area_bytes, self._daemon if arm == POOL else None
                 )
                 for number in range(self.guests)
@@ -421,7 +421,7 @@ class Back(Part):
     def prepare(self) -> None:
         self._zram = self.host_zram(self.area_bytes)
         self._guests = {
-            arm: self.guest(arm, 0, self.share_bytes, self.area_bytes)
+            arm: self.boot_guest(arm, 0, self.share_bytes, self.area_bytes)
             for arm in self.arms
             if arm != FILES
         }
@@ -522,7 +522,7 @@ def measure(results: Results, keys: list[str], repetitions: int, progress: Progr
             continue
         facts: dict[str, Any] = {}
         try:
-            with observed() as facts:
+            with polling_with_facts() as facts:
                 _measure_part(results, key, done, repetitions, progress)
         finally:
             if measured := len(results.repetitions(key)) - done:

@@ -94,7 +94,7 @@ class Paired(Workload):
         path = self.image(lab)
         if self.sum_of:
             self._sum = set_sum(path)
-        loads = self.loads()
+        loads = self.requests_by_name()
         if loads:
             requests = disks.loads_image(lab.directory / "loads.img", loads)
         daemon = lab.daemon(*self.pooled, pool_bytes=POOL_BYTES * len(self.pooled))
@@ -115,7 +115,7 @@ class Paired(Workload):
                 sqlite=self.sqlite,
                 files=self.files,
             )
-            box = lab.guest(spec)
+            box = lab.boot_guest(spec)
             box.mount_set(options="rw" if self.writable else "ro")
             if loads:
                 box.mount_loads()
@@ -123,7 +123,7 @@ class Paired(Workload):
             self.warm(box)
             box.settle()
 
-    def loads(self) -> dict[str, str]:
+    def requests_by_name(self) -> dict[str, str]:
         """Returns the requests of each repetition by their name, with those of the warm-up."""
         return {}
 
@@ -255,7 +255,7 @@ class RandomReread(Paired):
         for number in WARM_UPS:
             self.act(box, number)
 
-    def loads(self) -> dict[str, str]:
+    def requests_by_name(self) -> dict[str, str]:
         path = f"{DATA}/{disks.SET}"
         out = {}
         for number in (*WARM_UPS, *range(self.repetitions)):
@@ -330,7 +330,7 @@ class Oltp(Paired):
             box.sh(f"cat {DATA}/db >/dev/null")
         self.act(box, -1)
 
-    def loads(self) -> dict[str, str]:
+    def requests_by_name(self) -> dict[str, str]:
         return {
             load_name(number): disks.transactions(
                 self.set_bytes // disks.ROW_BYTES, self.count, number, writes=self.writes

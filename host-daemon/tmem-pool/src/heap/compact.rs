@@ -148,7 +148,7 @@ impl<X: Zeroed> Heap<X> {
             // Free the slot that the handle's word does not name. No thread reads it: it is either
             // the new slot, which no other thread knows, or the old slot, which had no reader when
             // the word was changed.
-            self.free_bytes(state, gone);
+            self.zero_and_free_slot(state, gone);
             if last {
                 break;
             }

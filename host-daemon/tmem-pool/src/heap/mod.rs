@@ -690,7 +690,7 @@ impl<X: Zeroed> Heap<X> {
         if class.slots > 1 {
             let mut state = self.lock(nr);
             state.payload_bytes -= place.len as u64;
-            self.free_bytes(&mut state, place);
+            self.zero_and_free_slot(&mut state, place);
             return state;
         }
         // The slot is the only one of its span, as for raw pages. Compaction never copies such
@@ -705,7 +705,7 @@ impl<X: Zeroed> Heap<X> {
 
     /// Zeroes and frees a slot that no thread reads any more. The caller holds the lock of the
     /// class, so that compaction does not copy the slot at the same time.
-    fn free_bytes(&self, state: &mut ClassState, place: Place) {
+    fn zero_and_free_slot(&self, state: &mut ClassState, place: Place) {
         // SAFETY: the caller guarantees that no thread reads the place.
         unsafe { zero(self.bytes_at(&state.class, place), place.len) };
         self.free_slot(state, place.span, place.slot);

@@ -276,7 +276,9 @@ fn gets_retain_pages_again_soon_after_a_full_pool() {
     const PAGES: u64 = 400;
     const GETS_MAX: u64 = 4096;
     // A charge that is only 5 % larger than at the last eviction does not show that the pool has
-    // room. All gets pay for the evicted pages, and then raise the bound by an eighth of the charge.
+    // room. Gets first do not retain RETAIN_PAY_ROUNDS pages for each page of the tenant. Then each
+    // get that does not retain its page raises the charge up to which gets retain pages, in all by
+    // an eighth of the charge.
     const GETS_MAX_NEAR: u64 = 100 * RETAIN_PAY_ROUNDS + (1 << RETAIN_GROWTH_SHIFT) / 8;
     for (left, more, every, gets_max) in [
         (100, 150, 1, GETS_MAX),

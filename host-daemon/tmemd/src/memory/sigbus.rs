@@ -43,8 +43,8 @@ mod mark {
         /// from the memory may be zeros from the replacement page, and data that it wrote may be
         /// missing.
         pub fn is_lost(&self) -> bool {
-            // The fence orders the load of the flag after the reads of shared memory that the
-            // caller made before.
+            // The fence orders the load of the flag after the accesses of the caller to shared
+            // memory. It is SeqCst because of the writes: an Acquire fence orders only reads.
             fence(Ordering::SeqCst);
             self.0.load(Ordering::SeqCst)
         }
