@@ -9,6 +9,7 @@ mod bare;
 mod corpus;
 mod engine;
 mod growth;
+mod keys;
 mod load;
 mod machine;
 mod measure;
@@ -51,6 +52,8 @@ enum Command {
     /// so no real policy can reach it. The comparison measures no time and takes about a minute.
     /// docs/benchmarks/policy.md discusses the results.
     Policies(policies::Args),
+    /// Times, pauses and memory of a pool with up to 10^8 keys.
+    Keys(keys::Args),
     /// Whether a guest can find out by timing that a VM of another trust domain has a page.
     Timing(timing::Args),
 }
@@ -138,6 +141,7 @@ fn main() -> ExitCode {
         Command::Engine(args) => engine::run(&args),
         Command::Path(args) => path::run(&args),
         Command::Policies(args) => policies::run(&args),
+        Command::Keys(args) => keys::run(&args),
         Command::Timing(args) => timing::run(&args),
     };
     match done {
