@@ -280,7 +280,7 @@ static void drain_area(struct tmem_area *area)
 		WRITE_ONCE(area->served, epoch);
 	} else {
 		WRITE_ONCE(area->epoch, 0);
-		area->retry = (jiffies + DRAIN_RETRY) ?: 1;
+		area->retry = jiffies + DRAIN_RETRY;
 	}
 	mutex_lock(&areas_lock);
 	area->busy = false;
@@ -296,7 +296,7 @@ static bool wants_drain(const struct tmem_area *area)
 /* Returns whether the last drain of an area has timed out, and the next one has to wait. */
 static bool is_late(const struct tmem_area *area)
 {
-	return area->retry && time_before(jiffies, area->retry);
+	return time_before(jiffies, area->retry);
 }
 
 static void drain_fn(struct work_struct *work)

@@ -87,7 +87,7 @@ struct tmem_area {
 	 */
 	u32 epoch;
 	u32 served;			/* epoch from whose drain on blocks may be got */
-	unsigned long retry;		/* jiffies until which a drain waits, or 0; by drain_lock */
+	unsigned long retry;		/* jiffies before which no drain begins; by drain_lock */
 	bool drained;			/* the disk can be drained of transfers */
 	bool busy;			/* the disk is being drained; guarded by areas_lock */
 	bool failed;			/* a write has failed */

@@ -126,8 +126,8 @@ void tmem_note_page(struct page *page)
 
 /*
  * Returns whether only a read can change a page of @sb until the read ends. The lock is
- * tested first: it keeps the mapping. Nobody has mapped or pinned a folio that is not uptodate,
- * except on ext4 of Linux 6.12 after an error of write back. Context: any.
+ * tested first: it keeps the mapping. No task has mapped or pinned a folio that is not uptodate,
+ * except on ext4 of Linux 6.12 after a failed writeback. Context: any.
  */
 bool tmem_is_filled(struct page *page, const struct super_block *sb)
 {

@@ -349,7 +349,7 @@ mod tests {
             }),
         });
         let tap = Tap::new(Arc::clone(&recorder), 1);
-        // Nobody takes the buffers, and the second one finds no room.
+        // No thread receives the buffers, so the channel has no room for the second one.
         for _ in 0..BUFFER_BYTES {
             tap.get(1, 5, 7, [true; 64].into_iter(), 0);
         }
