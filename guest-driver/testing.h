@@ -24,6 +24,7 @@ extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
 extern unsigned int tmem_inject_nomem_device;
 extern unsigned int tmem_inject_nomem_states;
+extern unsigned int tmem_inject_nomem_write;
 extern unsigned int tmem_inject_more_queues;
 extern unsigned int tmem_inject_memory_error;
 extern unsigned int tmem_inject_corrupt;

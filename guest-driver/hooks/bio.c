@@ -35,6 +35,12 @@
  * at once while reclaim runs.
  */
 #define STATES		127
+/*
+ * Number of pages of a write whose state may take the last free memory. The state of the write has
+ * to, because the driver must see its end; with these, it has 256 bytes. Reclaim swaps most folios
+ * out in a bio of one page, and there is no other memory then.
+ */
+#define RESERVED_STATES	6
 /* Number of pages that a run of the tasklet records. They take about 50 us. */
 #define RUN_PAGES	256
 
@@ -174,14 +180,17 @@ static void add_states(struct tracked *t, unsigned int nr_pages, gfp_t gfp)
 	tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages - t->nr_pages);
 }
 
-/* Allocates the state of a bio and, as far as there is memory, of its first @nr_pages pages. */
-static struct tracked *track_new(struct bio *bio, unsigned int nr_pages, bool write)
+/*
+ * Allocates the state of a bio and, as far as there is memory, of its first @nr_pages pages. If
+ * @reserve is true, it may take the last free memory.
+ */
+static struct tracked *track_new(struct bio *bio, unsigned int nr_pages, bool write, bool reserve)
 {
-	gfp_t gfp = GFP_NOWAIT | __GFP_NOWARN | (nr_pages ? __GFP_NOMEMALLOC : __GFP_HIGH);
+	gfp_t gfp = GFP_NOWAIT | __GFP_NOWARN | (reserve ? __GFP_HIGH : __GFP_NOMEMALLOC);
 	unsigned int nr = min_t(unsigned int, nr_pages, STATES);
 	struct tracked *t;
 
-	if (TMEM_INJECT(nomem))
+	if (TMEM_INJECT(nomem) || (write && !reserve && TMEM_INJECT(nomem_write)))
 		return NULL;
 	t = kmalloc(struct_size(t, state, nr), gfp);
 	if (!t)
@@ -297,7 +306,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 	if (deadline_ns && fill(bio, deadline_ns))
 		return true;
 	nr_pages = bio_segments(bio);
-	t = track_new(bio, nr_pages, false);
+	t = track_new(bio, nr_pages, false, false);
 	if (!t) {
 		tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages);
 		return false;
@@ -373,19 +382,22 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 {
 	bool pages = bio_op(bio) == REQ_OP_WRITE && !is_encoded(bio) && tmem_dev_exists();
 	u64 from, bytes = (u64)nr << SECTOR_SHIFT;
+	unsigned int nr_pages = 0, nr_states;
 	struct tracked *t = NULL;
-	unsigned int nr_pages;
 	bool in_area;
 
 	/* Only pages under writeback are recorded. A direct write, of any length, has none. */
-	if (pages && folio_test_writeback(page_folio(bio_page(bio)))) {
+	if (pages && folio_test_writeback(page_folio(bio_page(bio))))
 		nr_pages = bio_segments(bio);
-		t = track_new(bio, nr_pages, true);
-		if (!t)
-			tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages);
+	if (nr_pages)
+		t = track_new(bio, nr_pages, true, false);
+	if (!t) {
+		nr_states = min_t(unsigned int, nr_pages, RESERVED_STATES);
+		t = track_new(bio, nr_states, true, true);
+		if (!t && nr_states)
+			t = track_new(bio, 0, true, true);
+		tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages - (t ? t->nr_pages : 0));
 	}
-	if (!t)
-		t = track_new(bio, 0, true);
 	if (!t) {
 		tmem_area_unseen(bio->bi_bdev->bd_disk, sector, nr);
 		return;

@@ -35,6 +35,10 @@ unsigned int tmem_inject_nomem_states;
 module_param_named(inject_nomem_states, tmem_inject_nomem_states, uint, 0644);
 MODULE_PARM_DESC(inject_nomem_states, "TEST: every n'th allocation of states for the pages of a long bio fails");
 
+unsigned int tmem_inject_nomem_write;
+module_param_named(inject_nomem_write, tmem_inject_nomem_write, uint, 0644);
+MODULE_PARM_DESC(inject_nomem_write, "TEST: every n'th write finds only the last free memory for its state");
+
 unsigned int tmem_inject_more_queues;
 module_param_named(inject_more_queues, tmem_inject_more_queues, uint, 0644);
 MODULE_PARM_DESC(inject_more_queues, "TEST: every n'th set-up of a device reads the largest number of request queues");
