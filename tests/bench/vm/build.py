@@ -73,7 +73,7 @@ class Build(Paired):
     repetitions = 5
     writable = True
     sum_of = None
-    ram_bytes = 72 * MIB
+    ram_bytes = 56 * MIB
     jobs = 1  # programs that make runs at the same time
     objects: tuple[str, ...] = OBJECTS
 

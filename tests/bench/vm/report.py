@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -246,6 +247,25 @@ def comparisons(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the comparisons with rivals by the overlap of the guests' files."""
     parts = {f"{overlap:.0%}": _rival_part(found, overlap) for overlap in OVERLAPS}
     return {overlap: part for overlap, part in parts.items() if part}
+
+
+def busy_text(compared: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns a sentence for each comparison that shows why more RAM may take less time."""
+    out = []
+    for name, part in compared.items():
+        of = part["repetitions"]
+        if not all(arm in of[0] and "guest_cpu_s" in of[0][arm] for arm in (POOL, RAM)):
+            continue
+        times = [
+            statistics.median(one[arm][key] for one in of)
+            for arm in (POOL, RAM)
+            for key in ("guest_cpu_s", "seconds")
+        ]
+        out.append(
+            "{}: the processor that the guests share was busy for {:.2f} of {:.2f} s with the pool,"
+            " and for {:.2f} of {:.2f} s with more RAM.".format(name, *times)
+        )
+    return out
 
 
 def unequal(compared: dict[str, dict[str, Any]]) -> list[str]:
@@ -548,6 +568,17 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         if less := unequal(compared):
             parts.append(wrapped(f"These arms had fewer bytes than ours: {', '.join(less)}."))
         parts.append(markdown(rival_rows(found, "")))
+        if busy := busy_text(compared):
+            parts += [
+                wrapped(
+                    "More RAM takes less time, although it reads more from the disks. Waits of "
+                    "several guests for their disks overlap, and each guest has a limit of its own "
+                    "for requests. Processor time does not overlap on one processor, and a page "
+                    "from the pool costs more of it than one from RAM or from a disk. Guests with "
+                    "processors of their own were not measured."
+                ),
+                *bullets(busy),
+            ]
     first, *lines = parameter_lines(found)
     parts += ["## Parameters", wrapped(first), *bullets(lines), "## Limits", limits(found)]
     return "\n\n".join(parts) + "\n"

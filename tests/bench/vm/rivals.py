@@ -35,7 +35,14 @@ from bench.vm.guests import (
     fio_command,
     fio_report,
 )
-from bench.vm.host_bytes import MemoryGroup, Peak, disk_read_bytes, swapped_bytes, used_bytes
+from bench.vm.host_bytes import (
+    MemoryGroup,
+    Peak,
+    disk_read_bytes,
+    family_seconds,
+    swapped_bytes,
+    used_bytes,
+)
 from bench.vm.machine import DATA
 from bench.vm.results import Measured
 from bench.vm.workloads import WARM_UPS, Workload
@@ -127,6 +134,10 @@ class Fleet:
         vms = [box.vm for box in self.boxes if isinstance(box.vm, Vm)]
         in_qemu = sum(int(vm.block_stat("data")["rd_bytes"]) for vm in vms)
         return in_qemu + sum(disk_read_bytes(pid) for pid in self.disk_processes("data"))
+
+    def guest_seconds(self) -> float:
+        """Returns the processor time that the guests have used so far."""
+        return sum(family_seconds(box.vm.process.pid) for box in self.boxes)
 
     def counters(self) -> dict[str, int]:
         if not self.daemon:
@@ -354,9 +365,10 @@ class Rivals(Workload):
             fleet.ksm.settle(KSM_SECONDS)
         peak = Peak(fleet.host_bytes)
         for share, suffix in ((0.0, ""), (WRITE_SHARE, "_writes")):
-            read = fleet.read_bytes()
+            read, busy = fleet.read_bytes(), fleet.guest_seconds()
             with peak:
                 out[f"seconds{suffix}"] = self._phase(fleet, repetition, share)
+            out[f"guest_cpu_s{suffix}"] = fleet.guest_seconds() - busy
             out[f"disk_mib{suffix}"] = (fleet.read_bytes() - read) / MIB
         if fleet.ksm:
             fleet.ksm.pause()
