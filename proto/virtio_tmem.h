@@ -27,6 +27,7 @@
 /* Feature bits. */
 #define VIRTIO_TMEM_F_RETAIN			2	/* retained pages, the REF request */
 #define VIRTIO_TMEM_F_LATENCIES			4	/* the LATENCIES request */
+#define VIRTIO_TMEM_F_SWAP			5	/* the driver is to cache swap areas */
 
 /* The only page size of this implementation. The field page_size announces it. */
 #define VIRTIO_TMEM_PAGE_SHIFT			12

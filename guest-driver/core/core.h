@@ -319,6 +319,7 @@ struct tmem_dev {
 	unsigned int batch_full;	/* puts in a full batch, which is sent at once */
 	unsigned int pools_max;
 	bool retain;			/* VIRTIO_TMEM_F_RETAIN is negotiated and used */
+	bool swap;			/* VIRTIO_TMEM_F_SWAP is negotiated */
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
 	unsigned long ram_pages;	/* size of RAM for which the device was set up */
@@ -452,6 +453,7 @@ extern struct tmem_dev __rcu *tmem_device;
 extern struct tmem_check_keys tmem_keys;
 
 bool tmem_dev_exists(void);
+bool tmem_dev_wants_swap(bool none);
 struct tmem_dev *tmem_dev_get(void);
 void tmem_dev_put(struct tmem_dev *dev);
 int tmem_dev_users_init(struct tmem_dev *dev);

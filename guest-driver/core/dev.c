@@ -16,6 +16,22 @@ bool tmem_dev_exists(void)
 	return rcu_access_pointer(tmem_device);
 }
 
+/*
+ * Returns whether the user of the device wants swap areas to be cached, or @none if there is no
+ * device. Context: any.
+ */
+bool tmem_dev_wants_swap(bool none)
+{
+	const struct tmem_dev *dev;
+	bool wants;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	wants = dev ? dev->swap : none;
+	rcu_read_unlock();
+	return wants;
+}
+
 /* Returns the device, with a reference for use across a sleep, or NULL if there is none. */
 struct tmem_dev *tmem_dev_get(void)
 {

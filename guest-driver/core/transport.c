@@ -222,6 +222,7 @@ static int set_up(struct virtio_device *vdev, struct limits *limits)
 	dev->vdev = vdev;
 	dev->ram_pages = totalram_pages();
 	dev->retain = retain && virtio_has_feature(vdev, VIRTIO_TMEM_F_RETAIN);
+	dev->swap = virtio_has_feature(vdev, VIRTIO_TMEM_F_SWAP);
 	spin_lock_init(&dev->fallback_lock);
 	init_waitqueue_head(&dev->feeder_wait);
 	tmem_pace_init(dev);
@@ -382,6 +383,7 @@ MODULE_DEVICE_TABLE(virtio, tmem_id_table);
 static const unsigned int tmem_features[] = {
 	VIRTIO_TMEM_F_LATENCIES,
 	VIRTIO_TMEM_F_RETAIN,
+	VIRTIO_TMEM_F_SWAP,
 };
 
 static struct virtio_driver tmem_driver = {

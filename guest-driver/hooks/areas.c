@@ -7,7 +7,8 @@
  * After such a write it records nothing until the disk was drained: freezing its request queue
  * waits until all requests have ended, or gives up after DRAIN_TIMEOUT. A disk without a queue
  * (device mapper, md) passes bios on and may keep them in memory, so it cannot be drained. Its area
- * records only if the mount was seen from its start and no write was missed since.
+ * records only if the mount was seen from its start, or it is a swap area (fs_new()), and no write
+ * was missed since.
  */
 #include <linux/blk-mq.h>
 #include <linux/blkdev.h>
@@ -402,7 +403,7 @@ static bool is_visible(struct block_device *bdev)
 
 /*
  * Makes the area of a file system. The caller holds @bdev until tmem_area_free(). @from_start: the
- * file system is being mounted, and no write of it has been missed. Sleeps.
+ * file system is being mounted, and no write of it has been missed; or it is a swap area. Sleeps.
  *
  * Returns NULL and sets @why in these cases: there is no memory; there is no free block number
  * (16 TiB in all areas); programs can write to the device without a bio, as with DAX; another area

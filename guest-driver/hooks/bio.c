@@ -410,9 +410,10 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 		from = (u64)(sector - t->area_start) << SECTOR_SHIFT;
 		/*
 		 * While the write is in flight, an area that cannot be drained may follow, with
-		 * other numbers.
+		 * other numbers. The kernel uses a slot only after its discard, and the end of the
+		 * discard erases the slots of a swap area that may have followed.
 		 */
-		t->long_write = in_area && t->drained ?
+		t->long_write = in_area && (t->drained || tmem_is_swap(t->sb)) ?
 			tmem_record_long_write(block_at(t, from), block_at(t, from + bytes - 1)) :
 			tmem_record_long_write(0, U32_MAX);
 		/* submit_bio() may sleep. */
@@ -629,7 +630,7 @@ static bool wants_submit_bio(struct tmem_args *args)
 
 	if (bio_has_data(bio))
 		tmem_note_page(bio_page(bio));
-	if (bio->bi_opf & REQ_SWAP && READ_ONCE(tmem_swap_on))
+	if (bio->bi_opf & REQ_SWAP && READ_ONCE(tmem_swap_allowed))
 		tmem_swap_note(bio);
 	return bio->bi_bdev && tmem_area_serves(bio->bi_bdev->bd_disk);
 }
@@ -640,12 +641,38 @@ static bool is_unseen(const struct bio *bio)
 	return op_is_write(bio_op(bio)) && bio_sectors(bio) && bio->bi_end_io != bio_ended;
 }
 
-/* Erases what a bio writes that did not come through submit_bio(). Context: any but NMI. */
+/* Returns whether a bio writes slots of a swap area. */
+static bool is_of_swap_area(const struct bio *bio, sector_t sector)
+{
+	const struct tmem_area *area;
+	bool found;
+
+	if (!(bio->bi_opf & REQ_SWAP))
+		return false;
+	rcu_read_lock();
+	area = tmem_area_find(bio->bi_bdev->bd_disk, sector, bio_sectors(bio));
+	found = area && tmem_is_swap(area->sb);
+	rcu_read_unlock();
+	return found;
+}
+
+/*
+ * Erases what a bio writes that did not come through submit_bio(), or before its area was there.
+ * The latter write of a slot needs nothing else, because no transfer of the slot begins before its
+ * end. Context: any but NMI.
+ */
 void tmem_probe_bio_queue(void *data, struct bio *bio)
 {
-	if (is_unseen(bio) && tmem_area_serves(bio->bi_bdev->bd_disk) && !TMEM_WITHOUT(BIO_QUEUE))
-		tmem_area_unseen(bio->bi_bdev->bd_disk,
-				 bio->bi_iter.bi_sector + device_start(bio), bio_sectors(bio));
+	const struct gendisk *disk = bio->bi_bdev->bd_disk;
+	sector_t sector;
+
+	if (!is_unseen(bio) || !tmem_area_serves(disk) || TMEM_WITHOUT(BIO_QUEUE))
+		return;
+	sector = bio->bi_iter.bi_sector + device_start(bio);
+	if (is_of_swap_area(bio, sector))
+		tmem_area_erase(disk, sector, bio_sectors(bio), false);
+	else
+		tmem_area_unseen(disk, sector, bio_sectors(bio));
 }
 
 /*

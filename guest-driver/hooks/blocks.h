@@ -12,7 +12,8 @@
  *   the block is in flight, the record is not used.
  * - Put. A wrong hint (which block belongs to a page) leads to another check, and so to no put.
  * - Start. The driver records nothing of an area until all transfers have ended that it did not see
- *   begin. A write that it did not see begin starts the area again.
+ *   begin. A swap area on a stacked disk needs no such start (fs_new()). A write that it did not
+ *   see begin starts the area again.
  * - Dirty. A page that becomes dirty voids the record of its last write: it may have changed while
  *   the device read it.
  *
@@ -160,7 +161,8 @@ void tmem_fill_exit(void);
 
 /* --- slots.c ------------------------------------------------------------------------------- */
 
-extern bool tmem_swap_on;		/* true while swap areas are served */
+extern bool tmem_swap_allowed;		/* true while swap areas may be served */
+extern bool tmem_swap_on;		/* true while freed slots are seen */
 
 /* Returns what stands for the super block of a swap area, by the kernel's number of the area. */
 static inline const struct super_block *tmem_swap_sb(unsigned int type)
@@ -174,11 +176,14 @@ static inline bool tmem_is_swap(const struct super_block *sb)
 	return (unsigned long)sb & 1;
 }
 
+/* Returns the kernel's number of the swap area that something stands for. */
 static inline unsigned int tmem_swap_type_of(const struct super_block *sb)
 {
 	return (unsigned long)sb / 2;
 }
 
+bool tmem_swap_wanted(void);
+bool tmem_swap_unwanted(void);
 bool tmem_swap_has(struct folio *folio, const struct super_block *sb);
 bool tmem_swap_is_slot(struct page *page, u64 place);
 bool tmem_swap_is_freed(const struct super_block *sb, u32 block);

@@ -125,11 +125,11 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 	fs->bdev = bdev;
 	if (!bdev) {
 		fs->no_area = "the driver does not find the disk";
-	} else if (is_swap) {
-		refused = refused_why;
-		strscpy(why, refused_why ?: "", sizeof(why));
+	} else if (refused_why) {
+		refused = true;
+		strscpy(why, refused_why, sizeof(why));
 	} else {
-		refused = tmem_refuse(sb, bdev, why, sizeof(why));
+		refused = tmem_refuse(is_swap ? NULL : sb, bdev, why, sizeof(why));
 	}
 	if (refused) {
 		snprintf(fs->refused, sizeof(fs->refused), "refused: %s", why);
@@ -139,8 +139,14 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 		 * Only btrfs has no s_bdev. It may write before the hook of mounts runs, so the
 		 * driver may have missed writes, and the area does not count as seen from its
 		 * start.
+		 *
+		 * A swap area counts as seen from its start: a transfer of a slot begins only after
+		 * the last one has ended. A folio under writeback stays in the swap cache, and the
+		 * kernel uses a slot that it discards only after the discard. While it hibernates,
+		 * readahead may read a slot that is being written, but no process has that slot.
 		 */
-		fs->area = tmem_area_new(sb, bdev, new && !type->has_no_bdev, &fs->no_area);
+		fs->area = tmem_area_new(sb, bdev, is_swap || (new && !type->has_no_bdev),
+					 &fs->no_area);
 	}
 	if (tmem_mount_add(fs, is_swap ? "swap-" : "", is_swap ? bdev->bd_dev : sb->s_dev)) {
 		tmem_fs_free(fs);

@@ -286,7 +286,9 @@ int tmem_fs_state(const struct tmem_fs *fs, char *buf, size_t bytes)
 	else if (tmem_pool_refused(fs->pool))
 		state = "blocked: the host has no private pools; it needs a newer tmemd";
 	else if (!tmem_area_works(fs->area) && !fs->area->drained)
-		state = "blocked: the driver does not see all writes of the disk";
+		state = is_swap ?
+			"blocked: a write was missed; run swapoff, and swapon two seconds later" :
+			"blocked: the driver does not see all writes of the disk";
 	else if (!tmem_area_works(fs->area) || !READ_ONCE(fs->live))
 		state = "starting";
 	return scnprintf(buf, bytes, "%s", state);

@@ -3,7 +3,7 @@
  * Declarations that the files of hooks/ share. blocks.h has those for disk blocks, and the rules of
  * coherence, which depend on blocks only.
  *
- * Lock order, outermost first: hooks_mutex of init.c, s_umount, discovery_lock of discover.c,
+ * Lock order, outermost first: tmem_hooks_mutex, s_umount, discovery_lock of discover.c,
  * areas_lock of areas.c, tmem_fs_switch_lock, a folio's lock, the i_pages lock, the locks of the
  * records, the locks of the core. Access to a sysfs file of mounts.c counts as a lock below
  * s_umount and discovery_lock.
@@ -14,6 +14,7 @@
 #include <linux/completion.h>
 #include <linux/fs.h>
 #include <linux/kobject.h>
+#include <linux/mutex.h>
 #include <linux/percpu.h>
 #include <linux/spinlock.h>
 
@@ -41,6 +42,8 @@ enum tmem_hook {
 
 /* --- state.c ------------------------------------------------------------------------------- */
 
+/* Held while hooks are taken, added or released. */
+extern struct mutex tmem_hooks_mutex;
 /* True while puts and gets are allowed. */
 extern bool tmem_hooks_on;
 /* True if untested kernels and file systems are served. */

@@ -38,9 +38,7 @@ static const struct tested_kernel {
 };
 
 static bool probes_on, ftrace_on;
-/* held while hooks are taken or released; guards hooks_taken */
-static DEFINE_MUTEX(hooks_mutex);
-static bool hooks_taken;
+static bool hooks_taken;		/* guarded by tmem_hooks_mutex */
 
 /* Returns the row of the running kernel's series and vendor, or NULL. */
 static const struct tested_kernel *find_tested_kernel(void)
@@ -208,7 +206,7 @@ static int take_hooks(void)
 	char release[sizeof(init_utsname()->release)];
 	int err;
 
-	lockdep_assert_held(&hooks_mutex);
+	lockdep_assert_held(&tmem_hooks_mutex);
 	tmem_hooks_retry();
 	/* A put takes spinlocks with interrupts off. On PREEMPT_RT, spinlocks sleep. */
 	if (IS_ENABLED(CONFIG_PREEMPT_RT)) {
@@ -247,7 +245,7 @@ static int take_hooks(void)
 
 static int release_hooks(void)
 {
-	lockdep_assert_held(&hooks_mutex);
+	lockdep_assert_held(&tmem_hooks_mutex);
 	if (!hooks_down()) {
 		tmem_hooks_off(DEAD_FTRACE);
 		tmem_swap_empty();
@@ -279,10 +277,10 @@ static ssize_t hooks_enabled_store(struct kobject *kobj, struct kobj_attribute *
 
 	if (err)
 		return err;
-	mutex_lock(&hooks_mutex);
+	mutex_lock(&tmem_hooks_mutex);
 	if (on != hooks_taken)
 		err = on ? take_hooks() : release_hooks();
-	mutex_unlock(&hooks_mutex);
+	mutex_unlock(&tmem_hooks_mutex);
 	return err ?: count;
 }
 
@@ -307,9 +305,9 @@ int tmem_hooks_init(void)
 		tmem_mounts_exit();
 		return err;
 	}
-	mutex_lock(&hooks_mutex);
+	mutex_lock(&tmem_hooks_mutex);
 	take_hooks();
-	mutex_unlock(&hooks_mutex);
+	mutex_unlock(&tmem_hooks_mutex);
 	err = sysfs_create_file(tmem_kobj, &hooks_enabled_attribute.attr);
 	if (err)
 		pr_warn("hooks_enabled is missing in sysfs (error %d): unload the module before a live patch\n",

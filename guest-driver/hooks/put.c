@@ -141,7 +141,8 @@ static void put_marked(struct page *page, bool workingset)
 	area = tmem_area_of(block);
 	fs = area ? tmem_fs_find(area->sb) : NULL;
 	if (!fs || !READ_ONCE(fs->live) || tmem_pool_is_wrong(fs->pool) ||
-	    (tmem_is_swap(area->sb) && tmem_swap_is_freed(area->sb, block - area->first))) {
+	    (tmem_is_swap(area->sb) &&
+	     (!tmem_swap_wanted() || tmem_swap_is_freed(area->sb, block - area->first)))) {
 		tmem_count(TMEM_STAT_puts_skipped_off);
 		goto out;
 	}

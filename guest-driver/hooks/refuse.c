@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Finds mounts that the driver must not serve, although it serves their type (tmem_refuse()).
+ * Finds mounts that the driver must not serve, although it serves their type, and swap areas
+ * (tmem_refuse()).
  *
  * The page cache has the clear text of data that dm-crypt keeps secret, and pages of dm-verity and
  * dm-integrity after their check. The host must not see the data of dm-crypt, and could change the
@@ -15,7 +16,8 @@
  *
  * Unless allow_untested is set, the driver also refuses a geometry that was not tested.
  *
- * Out of scope: a table that is exchanged below a mounted file system.
+ * Out of scope: a table that is exchanged below a mounted file system or a swap area, or between a
+ * swapoff and a swapon that follows within a second.
  */
 #include <linux/blkdev.h>
 #include <linux/device-mapper.h>
@@ -37,7 +39,7 @@
 
 static bool allow_encrypted;
 module_param(allow_encrypted, bool, 0444);
-MODULE_PARM_DESC(allow_encrypted, "serve file systems on encrypted or verified block devices");
+MODULE_PARM_DESC(allow_encrypted, "serve file systems and swap on encrypted or verified block devices");
 
 /* device-mapper targets that pass data on unchanged to lower devices that sysfs shows. */
 static const char *const plain_targets[] = {
@@ -129,7 +131,7 @@ static bool is_plain(const char *target)
 static bool opaque(const struct gendisk *disk, struct stack *stack)
 {
 	scnprintf(stack->why, stack->why_bytes,
-		  "the devices below %s cannot be examined; allow_encrypted=1 serves the mount anyway",
+		  "the devices below %s cannot be examined; allow_encrypted=1 serves it anyway",
 		  disk->disk_name);
 	return false;
 }
@@ -151,7 +153,7 @@ static bool table_ok(const struct gendisk *disk, struct mapped_device *md, struc
 			ok = opaque(disk, stack);
 		} else if (!is_plain(target->type->name)) {
 			scnprintf(stack->why, stack->why_bytes,
-				  "%s uses the %s target; allow_encrypted=1 serves the mount anyway",
+				  "%s uses the %s target; allow_encrypted=1 serves it anyway",
 				  disk->disk_name, target->type->name);
 			ok = false;
 		} else {
@@ -261,8 +263,7 @@ static bool stack_ok(struct gendisk *disk, char *why, size_t why_bytes)
 	bool ok = true;
 
 	if (!stack) {
-		scnprintf(why, why_bytes,
-			  "no memory to examine the devices below; mount the file system again");
+		scnprintf(why, why_bytes, "no memory to examine the devices below; mount it again");
 		return false;
 	}
 	stack->why = why;
@@ -315,13 +316,13 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
 	/* On vfat and exfat, a block is a sector, and files are allocated in clusters. */
 	if (sb->s_blocksize != 512 && sb->s_blocksize != 1024 && sb->s_blocksize != 4096) {
 		scnprintf(why, why_bytes,
-			  "blocks of %lu bytes are not tested; allow_untested=1 serves the mount anyway",
+			  "blocks of %lu bytes are not tested; allow_untested=1 serves it anyway",
 			  sb->s_blocksize);
 		return false;
 	}
 	if (!strcmp(sb->s_type->name, "xfs") && has_realtime(sb)) {
 		scnprintf(why, why_bytes,
-			  "a realtime or zoned xfs is not tested; allow_untested=1 serves the mount anyway");
+			  "a realtime or zoned xfs is not tested; allow_untested=1 serves it anyway");
 		return false;
 	}
 	return true;
@@ -329,13 +330,13 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
 
 /*
  * Returns whether there is a reason not to serve a mount that no parameter of the module overrides,
- * and sets @why to it. The caller holds s_umount. It may sleep, and does no I/O. One call at a
- * time.
+ * and sets @why to it. The caller holds s_umount. @sb is NULL for a swap area. It may sleep, and
+ * does no I/O. One call at a time.
  */
 bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *why,
 		 size_t why_bytes)
 {
-	if (!tmem_allow_untested && !geometry_ok(sb, why, why_bytes))
+	if (sb && !tmem_allow_untested && !geometry_ok(sb, why, why_bytes))
 		return true;
 	return !allow_encrypted && !stack_ok(bdev->bd_disk, why, why_bytes);
 }

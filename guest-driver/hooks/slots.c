@@ -7,17 +7,39 @@
  * while its slot has the bit set. A write of the slot clears the bit and erases the slot.
  */
 #include <linux/bio.h>
+#include <linux/moduleparam.h>
 #include <linux/swap.h>
 #include <linux/swapops.h>
 
+#include "../core/core.h"
 #include "blocks.h"
 #include "swap.h"
 
+int tmem_swap_parameter = -1;
+module_param_named(swap, tmem_swap_parameter, int, 0444);
+MODULE_PARM_DESC(swap, "cache swap partitions: 1 yes, 0 no, -1 if the device has swap=on (default)");
+
+bool tmem_swap_allowed;
 bool tmem_swap_on;
 struct swap_area __rcu *tmem_swap_areas[MAX_SWAPFILES];
 struct block_device *tmem_swap_noted[MAX_SWAPFILES];
 unsigned long tmem_swap_files;
 struct delayed_work tmem_swap_work;
+
+/* Returns whether pages of swap areas may go to the host now. Context: any. */
+bool tmem_swap_wanted(void)
+{
+	return tmem_swap_parameter > 0 || (tmem_swap_parameter < 0 && tmem_dev_wants_swap(false));
+}
+
+/*
+ * Returns whether the device wants no pages of swap areas, although one before it did. Swap areas
+ * stay while there is no device. Context: any.
+ */
+bool tmem_swap_unwanted(void)
+{
+	return tmem_swap_parameter < 0 && !tmem_dev_wants_swap(true);
+}
 
 /* --- slots --------------------------------------------------------------------------------- */
 
@@ -186,7 +208,7 @@ void tmem_swap_note(struct bio *bio)
 		return;
 	entry = entry_of(folio);
 	type = swp_type(entry);
-	if (type >= MAX_SWAPFILES)
+	if (type >= MAX_SWAPFILES || !tmem_swap_wanted())
 		return;
 	if (bio->bi_iter.bi_sector != (sector_t)swp_offset(entry) * TMEM_BLOCK_SECTORS) {
 		if (!test_bit(type, &tmem_swap_files) && !test_and_set_bit(type, &tmem_swap_files))

@@ -19,6 +19,7 @@ bool tmem_allow_untested;
 module_param_named(allow_untested, tmem_allow_untested, bool, 0444);
 MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones or are too old, and file systems whose block size is not tested");
 
+DEFINE_MUTEX(tmem_hooks_mutex);	/* held while hooks are taken, added or released */
 bool tmem_hooks_on;
 
 static u64 live;		/* bits of enum tmem_hook */

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Swap areas: anonymous memory and shmem through the same path as files, if the module parameter
- * "swap" is set.
+ * Swap areas: anonymous memory and shmem through the same path as files, if the device has
+ * VIRTIO_TMEM_F_SWAP or the module parameter "swap" is 1.
  *
- * A swap partition is served like a mounted file system: it has an area, whose blocks are the slots
- * of the partition, and a pool. Each write of a slot is recorded and erases its entry. Each read
- * asks the host first. A page is put when the kernel frees it, if its bytes equal the record of its
- * slot (bio.c, fill.c, put.c). The disk has all bytes, as without the driver. While the swap cache
- * has a folio, the kernel does not read its slot. Reclaim drops a folio only if nobody has changed
- * it since its bytes went to the disk.
+ * A swap partition or logical volume is served like a mounted file system: it has an area, whose
+ * blocks are its slots, and a pool. Each write of a slot is recorded and erases its entry. Each
+ * read asks the host first. A page is put when the kernel frees it, if its bytes equal the record
+ * of its slot (bio.c, fill.c, put.c). The disk has all bytes, as without the driver. While the swap
+ * cache has a folio, the kernel does not read its slot. Reclaim drops a folio only if nobody has
+ * changed it since its bytes went to the disk.
  *
  * slots.c has the freed slots, whose bytes must leave the host, too.
  *
  * The driver learns of a swap area from its first write, and of its end from the holder of the
- * device. So swapon and swapoff never wait for the driver.
+ * device. So swapon and swapoff never wait for the driver. The hooks of slots are added for the
+ * first swap area.
  *
  * Instead of the address of a super block, a swap area has a small odd number.
  */
@@ -30,10 +31,6 @@
 #include "../compat.h"
 #include "blocks.h"
 #include "swap.h"
-
-static bool wanted;
-module_param_named(swap, wanted, bool, 0444);
-MODULE_PARM_DESC(swap, "cache swap partitions, too");
 
 /* Period of both work items. Freed slots have to leave the host within five periods. */
 #define PERIOD		HZ
@@ -187,11 +184,11 @@ static bool is_gone(const struct swap_area *area)
 	return READ_ONCE(area->bdev->bd_holder) != area->holder;
 }
 
-/* Returns why a swap partition is not served, or NULL. */
+/* Returns why a swap partition is not served, or NULL. tmem_refuse() examines device mapper. */
 static const char *refuse(struct block_device *bdev)
 {
-	if (bdev->bd_disk->fops->submit_bio || strstarts(bdev->bd_disk->disk_name, "dm-"))
-		return "the disk is stacked, or in memory, and has no request queue";
+	if (bdev->bd_disk->fops->submit_bio && !strstarts(bdev->bd_disk->disk_name, "dm-"))
+		return "the disk is md, multipath or in memory";
 	if (bdev->bd_disk->major == LOOP_MAJOR)
 		return "the disk is a loop device";
 	if (tmem_bdev_synchronous(bdev))
@@ -236,12 +233,50 @@ static void area_add(unsigned int type, struct block_device *bdev)
 	fs = tmem_bdev_hold(bdev) ? tmem_fs_serve_swap(type, bdev, why) : NULL;
 	if (!fs || !fs->area || !area->nr) {
 		area->nr = 0;
-		if (!why)
+		if (!why && !(fs && *fs->refused))
 			pr_warn("swap on %pg is not served: %s\n", bdev,
 				fs && fs->no_area ? fs->no_area : "no memory");
 	}
 	/* The area has its size before a work item uses it; pairs with erase_freed(). */
 	smp_store_release(&area->fs, fs);
+}
+
+/* Releases the devices that are still to be examined. Sleeps. */
+static void forget_noted(void)
+{
+	unsigned int type;
+
+	for (type = 0; type < MAX_SWAPFILES; type++)
+		tmem_bdev_put(xchg(&tmem_swap_noted[type], NULL));
+}
+
+/*
+ * Hooks the functions that free slots, before the first swap area is served. Returns 0, or -EAGAIN
+ * for another attempt. After another error, no swap area is served. Sleeps.
+ */
+static int hook_slots(void)
+{
+	const struct tmem_target *target = tmem_swap_targets;
+	int err = target->name ? 0 : -EOPNOTSUPP;
+
+	/* A task that releases the hooks has the mutex, and waits for this work item. */
+	if (!mutex_trylock(&tmem_hooks_mutex))
+		return -EAGAIN;
+	for (; !err && target->name; target++) {
+		err = tmem_target_add(target);
+		if (err)
+			pr_warn("swap is off: cannot hook %s: error %d\n", target->name, err);
+	}
+	mutex_unlock(&tmem_hooks_mutex);
+	if (err == -EOPNOTSUPP)
+		pr_warn("swap is off: this kernel is not supported\n");
+	if (err) {
+		WRITE_ONCE(tmem_swap_allowed, false);
+		forget_noted();
+		return err == -EAGAIN ? -EIO : err;
+	}
+	WRITE_ONCE(tmem_swap_on, true);
+	return 0;
 }
 
 static void swap_fn(struct work_struct *work)
@@ -250,16 +285,27 @@ static void swap_fn(struct work_struct *work)
 	struct swap_area *area;
 	unsigned int type;
 	bool any = false;
+	int err = 0;
 
+	if (!READ_ONCE(tmem_swap_allowed))
+		return;
+	if (!READ_ONCE(tmem_swap_on))
+		err = hook_slots();
+	if (err == -EAGAIN)
+		queue_delayed_work(tmem_system_wq, &tmem_swap_work, PERIOD);
+	if (err)
+		return;
 	for (type = 0; type < MAX_SWAPFILES; type++) {
 		if (test_bit(type, &tmem_swap_files) && !test_and_set_bit(type, &files_logged))
-			pr_notice("swap area %u is refused: swap files are not served\n", type);
+			pr_notice("swap area %u is refused: swap files are not served; use a partition or an LVM volume\n",
+				  type);
 		area = area_at(type);
-		if (area && is_gone(area))
+		if (area && (is_gone(area) || tmem_swap_unwanted()))
 			area_remove(type);
 		bdev = READ_ONCE(tmem_swap_noted[type]);
 		if (bdev) {
-			area_add(type, bdev);
+			if (tmem_swap_wanted())
+				area_add(type, bdev);
 			WRITE_ONCE(tmem_swap_noted[type], NULL);
 			tmem_bdev_put(bdev);
 		}
@@ -285,32 +331,21 @@ void tmem_swap_setup(void)
 	INIT_DELAYED_WORK(&erase_work, erase_fn);
 }
 
-/* Adds the hooks and begins to serve swap areas, if the module parameter is set. */
+/* Begins to serve swap areas, unless the module parameter forbids it. */
 void tmem_swap_init(void)
 {
-	const struct tmem_target *target;
-	int err = tmem_swap_targets[0].name ? 0 : -EOPNOTSUPP;
-
-	if (!wanted)
-		return;
 	tmem_swap_files = 0;
 	files_logged = 0;
-	for (target = tmem_swap_targets; !err && target->name; target++) {
-		err = tmem_target_add(target);
-		if (err)
-			pr_warn("swap is off: cannot hook %s: error %d\n", target->name, err);
-	}
-	if (err == -EOPNOTSUPP)
-		pr_warn("swap is off: this kernel is not supported\n");
-	if (!err)
-		WRITE_ONCE(tmem_swap_on, true);
+	WRITE_ONCE(tmem_swap_allowed, !!tmem_swap_parameter);
 }
 
 /* Stops to serve swap areas. The caller then removes the hooks, and calls tmem_swap_exit(). */
 void tmem_swap_stop(void)
 {
-	WRITE_ONCE(tmem_swap_on, false);
+	WRITE_ONCE(tmem_swap_allowed, false);
 	cancel_delayed_work_sync(&tmem_swap_work);
+	/* The work item may have set it. */
+	WRITE_ONCE(tmem_swap_on, false);
 	cancel_delayed_work_sync(&erase_work);
 }
 
@@ -331,9 +366,7 @@ void tmem_swap_exit(void)
 
 	/* A hook may have queued the work item just after tmem_swap_stop() cancelled it. */
 	cancel_delayed_work_sync(&tmem_swap_work);
-	for (type = 0; type < MAX_SWAPFILES; type++) {
+	for (type = 0; type < MAX_SWAPFILES; type++)
 		area_remove(type);
-		tmem_bdev_put(tmem_swap_noted[type]);
-		tmem_swap_noted[type] = NULL;
-	}
+	forget_noted();
 }

@@ -26,11 +26,13 @@ struct swap_area {
 extern struct swap_area __rcu *tmem_swap_areas[MAX_SWAPFILES];
 /* Devices, with references (tmem_bdev_hold()), that the work item examines. */
 extern struct block_device *tmem_swap_noted[MAX_SWAPFILES];
-/* Bits of swap areas that are files. */
+/* Bitmap by swap type: areas that are swap files, which the driver refuses. */
 extern unsigned long tmem_swap_files;
 /* Work item of swap.c that adds and removes swap areas. */
 extern struct delayed_work tmem_swap_work;
 
+/* Module parameter "swap": 1 yes, 0 no, -1 if the device has VIRTIO_TMEM_F_SWAP. */
+extern int tmem_swap_parameter;
 extern const struct tmem_target tmem_swap_targets[];
 
 #endif /* _TMEM_SWAP_H */

@@ -89,6 +89,8 @@ constants! {
     "VIRTIO_TMEM_F_RETAIN" F_RETAIN: u32 = 2;
     /// Feature bit: the device supports the [`T_LATENCIES`] request.
     "VIRTIO_TMEM_F_LATENCIES" F_LATENCIES: u32 = 4;
+    /// Feature bit: the user of the device wants swap areas of the guest to be cached.
+    "VIRTIO_TMEM_F_SWAP" F_SWAP: u32 = 5;
 
     /// log2 of [`PAGE_SIZE`].
     "VIRTIO_TMEM_PAGE_SHIFT" PAGE_SHIFT: u32 = 12;

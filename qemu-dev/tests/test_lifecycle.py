@@ -15,6 +15,7 @@ PROTOCOL_FEATURES = 1 << 30
 IN_ORDER = 1 << 35
 RETAIN = 1 << 2
 LATENCIES = 1 << 4
+SWAP = 1 << 5
 OFFERED = VERSION_1 | EVENT_IDX | INDIRECT_DESC | LATENCIES
 
 
@@ -118,6 +119,18 @@ def test_retain_feature_is_offered_only_with_retain_on(machine, backend, retain)
     assert accepted(daemon) == expected
     names = vm.status()["host-features"]["dev-features"]
     assert any("VIRTIO_TMEM_F_RETAIN" in name for name in names) is (retain == "on")
+
+
+def test_swap_feature_is_offered_only_with_swap_on(machine, backend):
+    """The device offers SWAP with swap=on only. The backend does not need the feature."""
+    vm = machine(device=",swap=on")
+    vm.driver_up()
+    assert vm.features() == OFFERED | SWAP
+    names = vm.status()["host-features"]["dev-features"]
+    assert any("VIRTIO_TMEM_F_SWAP" in name for name in names)
+    daemon = backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
+    vm.wait_generation(daemon.generation())
+    assert accepted(daemon) == OFFERED
 
 
 def test_backend_without_the_retain_feature_is_refused_with_retain_on(machine, backend):

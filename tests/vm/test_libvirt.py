@@ -141,10 +141,29 @@ def test_detach_reverts_the_changes_of_attach(libvirt: Libvirt, machine: Machine
     assert "nothing to change" in libvirt.tmemctl("detach", machine.name)
 
 
-def retain(libvirt: Libvirt, machine: Machine) -> str | None:
-    """Returns the device's property retain in the domain's XML; None if it is left out."""
+def device_property(libvirt: Libvirt, machine: Machine, key: str) -> str | None:
+    """Returns a property of the device in the domain's XML; None if it is left out."""
     device = arguments(libvirt.config(machine.name))[-1]
-    return dict(part.split("=", 1) for part in device.split(",")[1:]).get("retain")
+    return dict(part.split("=", 1) for part in device.split(",")[1:]).get(key)
+
+
+def retain(libvirt: Libvirt, machine: Machine) -> str | None:
+    return device_property(libvirt, machine, "retain")
+
+
+def without_property(machine: Machine, key: str) -> Path:
+    """Makes a script that stands for an older QEMU, whose device does not have a property."""
+    old = machine.directory / "old"
+    old.write_text(
+        f"""#!/bin/sh
+case "$*" in
+*,help) {qemu_binary()} "$@" | grep -v {key} ;;
+*) exec {qemu_binary()} "$@" ;;
+esac
+"""
+    )
+    old.chmod(0o755)
+    return old
 
 
 def test_attach_sets_retain_only_if_qemu_and_daemon_support_it(
@@ -168,17 +187,7 @@ def test_attach_sets_retain_only_if_qemu_and_daemon_support_it(
     assert retain(libvirt, machine) == "off"
     assert "nothing to change" in attach(), "attach without options changed the setting"
 
-    # This script stands for an older QEMU, whose device does not have the property `retain`.
-    old = machine.directory / "old"
-    old.write_text(
-        f"""#!/bin/sh
-case "$*" in
-*,help) {qemu_binary()} "$@" | grep -v retain ;;
-*) exec {qemu_binary()} "$@" ;;
-esac
-"""
-    )
-    old.chmod(0o755)
+    old = without_property(machine, "retain")
     words = libvirt.expect_tmemctl_error(
         "attach", machine.name, "--emulator", old, "--retain", "on"
     )
@@ -195,6 +204,24 @@ esac
     assert "nothing to change" in attach(), "attach changed the setting although no daemon runs"
     libvirt.tmemctl("detach", machine.name)
     assert libvirt.config(machine.name) == before
+
+
+def test_attach_sets_swap_only_if_qemu_has_the_property(
+    libvirt: Libvirt, machine: Machine
+) -> None:
+    define(libvirt, machine)
+
+    def attach(*words: str | Path) -> str | None:
+        libvirt.tmemctl("attach", machine.name, *words)
+        return device_property(libvirt, machine, "swap")
+
+    assert attach() is None
+    assert attach("--swap", "on") == "on"
+    assert attach("--limit", "1GiB") == "on", "another option changed the setting"
+    old = without_property(machine, "swap")
+    words = libvirt.expect_tmemctl_error("attach", machine.name, "--emulator", old)
+    assert "no property swap" in words and "--swap off" in words
+    assert attach("--emulator", old, "--swap", "off") is None
 
 
 def test_attach_keeps_concurrent_changes_of_the_domain(libvirt: Libvirt, machine: Machine) -> None:

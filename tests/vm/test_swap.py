@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Swap partitions are cached in private pools, and freed slots leave the host."""
+"""Swap areas are cached in private pools, and freed slots leave the host."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from driver import (
     wait_state,
 )
 from liar import T_FLUSH, T_PUT, Liar
+from test_core import DRIVER, devices
 from test_files import check_cached, there
 from test_mounts import Mount
-from test_refused import write
+from test_refused import CRYPTO, write
 
 from harness import disk
 from harness.daemon import Daemon, Tenant
@@ -66,17 +67,18 @@ REGIONS = 4096
 POOL_BYTES_MIN = 1 << 30
 CGROUPS = "/sys/fs/cgroup"
 GROUP = f"{CGROUPS}/marked"
+CRYPT_KEY = "00" * 64
 # Time in seconds after which the bytes of freed slots are not at the host any more.
 FREED_SECONDS = 5.0
 
 
 class Swap:
-    """A disk of the guest that is used as a swap area."""
+    """The guest's disk "swap", or the block device `path`, that is used as a swap area."""
 
-    def __init__(self, guest: Guest, name: str = "swap") -> None:
+    def __init__(self, guest: Guest, path: str = "") -> None:
         self.guest = guest
-        self.device = f"/dev/{guest.disk(name)}"
-        number = guest.read(f"/sys/block/{guest.disk(name)}/dev")
+        self.device = path or f"/dev/{guest.disk('swap')}"
+        number = guest.read(f"/sys/block/{Path(self.device).name}/dev")
         self.path = f"{SYSFS}/mounts/swap-{number}"
 
     def on(self) -> None:
@@ -105,11 +107,19 @@ class Swap:
         return int(self.read(name))
 
 
-def boot(session: Session, kernel: Kernel, module: Path, parameters: str, **more: Any) -> Guest:
+def boot(
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    parameters: str,
+    *,
+    swap: str = "1",
+    **more: Any,
+) -> Guest:
     """Boots a guest with an ext4 at /mnt and a disk "swap"."""
     name = more.get("name", "vm1")
     data = disk.ext4(session.directory / f"{name}-data.img", DISK_BYTES)
-    swap = disk.blank(session.directory / f"{name}-swap.img", SWAP_BYTES)
+    area = disk.blank(session.directory / f"{name}-swap.img", SWAP_BYTES)
     guest = driver_vm(
         session,
         kernel,
@@ -117,11 +127,11 @@ def boot(session: Session, kernel: Kernel, module: Path, parameters: str, **more
         more.pop("tmem"),
         memory_bytes=MEMORY_BYTES,
         cpus=2,
-        disks=[Disk("data", data), Disk("swap", swap), *more.pop("disks", ())],
+        disks=[Disk("data", data), Disk("swap", area), *more.pop("disks", ())],
         files=programs(SWAPPER, DM),
         **more,
     ).start()
-    load(guest, f"swap=1 {parameters}")
+    load(guest, f"swap={swap} {parameters}")
     return guest
 
 
@@ -212,9 +222,9 @@ def test_anonymous_memory_is_right_and_cached(
 ) -> None:
     daemon = start_daemon(session)
     guest = boot(session, kernel, module, "verify_every=0", tmem=Tmem(daemon.socket("vm1")))
-    assert int(guest.read(f"{SYSFS}/hooks"), 0) & HOOK_BITS["swap"]
     swap = Swap(guest)
     swap.serve()
+    assert int(guest.read(f"{SYSFS}/hooks"), 0) & HOOK_BITS["swap"]
     torture(guest, 600)
     figures = stats(guest)
     assert swap.count("puts") > 1000 and swap.count("hits") > 500, figures
@@ -429,8 +439,57 @@ def test_pages_are_not_shared_with_other_vms(
     assert shared > 1000 if without else shared < 100, daemon.stats()
 
 
+def test_swap_on_a_logical_volume_is_right_and_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The disk cannot be drained, and writes of the swap area were missed."""
+    daemon = start_daemon(session)
+    modules = there(kernel, *CRYPTO, "dm_mod", "dm_crypt")
+    guest = boot(
+        session,
+        kernel,
+        module,
+        "verify_every=1",
+        tmem=Tmem(daemon.socket("vm1")),
+        modules=modules,
+    )
+    device, sectors = Swap(guest).device, SWAP_BYTES // 512
+    volume = Swap(guest, guest.sh(f"{DM} volume 0 {sectors} linear '{device} 0'").strip())
+    guest.sh("rmmod virtio_tmem", 120)
+    volume.on()
+    job = guest.start(f"{SWAPPER} {seed()} {TORTURE_MIB} 200", 600)
+    until(lambda: guest.read("/proc/swaps").split()[-2] != "0", 120, "the guest swaps")
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=1 swap=1")
+    done = job.wait()
+    assert done.status == 0, done.text
+    volume.off()
+    volume.serve()
+    torture(guest, 300)
+    figures = stats(guest)
+    assert volume.count("puts") > 1000 and volume.count("hits") > 300, figures
+    assert not figures["mismatches"] and not figures["verify_mismatches"], figures
+    text = "residue0123456789"
+    job, pid = mark(guest, text)
+    settle(guest)
+    assert pool_pages(daemon, text.encode()) > MARKED_MIB * MIB // PAGE // 2
+    guest.sh(f"kill -9 {pid}")
+    job.wait()
+    time.sleep(scaled(FREED_SECONDS))
+    assert not pool_pages(daemon, text.encode()), stats(guest)
+    volume.off()
+
+    # dm-crypt encrypts what the disk gets, and the driver would show the clear text to the host.
+    until(lambda: not volume.exists(), 30, "the driver forgets the volume")
+    target = f"aes-xts-plain64 {CRYPT_KEY} 0 {device} 0"
+    guest.sh(f"{DM} volume 0 {sectors} crypt '{target}'")
+    volume.on()
+    guest.run(f"timeout 10 {SWAPPER} mark refused 4", 30)
+    until(partial(guest_state_has, guest, "uses the crypt target"), 30, "dm-crypt is refused")
+    assert volume.count("puts") == 0 and "is not served" not in guest.sh("dmesg")
+
+
 def test_swap_areas_that_are_not_served(session: Session, kernel: Kernel, module: Path) -> None:
-    modules = there(kernel, "loop", "dm_mod", "zram", "brd")
+    modules = there(kernel, "loop", "zram", "brd")
     daemon = start_daemon(session)
     guest = boot(
         session,
@@ -440,22 +499,16 @@ def test_swap_areas_that_are_not_served(session: Session, kernel: Kernel, module
         tmem=Tmem(daemon.socket("vm1")),
         modules=modules,
     )
-    device = Swap(guest).device
     guest.sh(f"truncate -s 64M {WHERE}/loop && losetup /dev/loop0 {WHERE}/loop")
-    sectors = SWAP_BYTES // 512
-    linear = guest.sh(f"{DM} linear 0 {sectors} linear '{device} 0'").strip()
-    refused = {
-        "/dev/loop0": "the disk is a loop device",
-        linear: "the disk is stacked, or in memory",
-    }
+    refused = {"/dev/loop0": "the disk is a loop device"}
     # Before 6.3, the kernel writes to such disks without a bio. zram needs a module for its
     # algorithm.
     if kernel.version < (6, 3):
         modules = []
     if "zram" in modules and not guest.run("echo 64M >/sys/block/zram0/disksize").status:
-        refused["/dev/zram0"] = "the disk is stacked, or in memory"
+        refused["/dev/zram0"] = "the disk is md, multipath or in memory"
     if "brd" in modules:
-        refused["/dev/ram0"] = "the disk is stacked, or in memory"
+        refused["/dev/ram0"] = "the disk is md, multipath or in memory"
     for path, reason in refused.items():
         number = guest.read(f"/sys/block/{Path(path).name}/dev")
         guest.sh(f"mkswap {path} >/dev/null && swapon {path}")
@@ -473,21 +526,60 @@ def test_swap_areas_that_are_not_served(session: Session, kernel: Kernel, module
     assert stats(guest)["mismatches"] == 0
 
 
-def test_swap_is_off_by_default(session: Session, kernel: Kernel, module: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "parameters", "served"),
+    [("off", "", False), ("on", "", True), ("on", "swap=0", False), ("off", "swap=1", True)],
+)
+def test_swap_is_served_only_if_an_administrator_wants_it(
+    session: Session, kernel: Kernel, module: Path, device: str, parameters: str, served: bool
+) -> None:
+    """The host's administrator sets a property of the device, the guest's one a parameter."""
     swap_image = disk.blank(session.directory / "swap.img", SWAP_BYTES)
     data = disk.ext4(session.directory / "data.img", DISK_BYTES)
     guest = driver_guest(
         session,
         kernel,
         module,
+        Tmem(start_daemon(session).socket("vm1"), properties={"swap": device}),
+        parameters=f"verify_every=0 {parameters}",
         disks=[Disk("data", data), Disk("swap", swap_image)],
         files=programs(SWAPPER),
     )
     swap = Swap(guest)
-    swap.on()
-    guest.run(f"timeout 10 {SWAPPER} mark off 4", 30)
-    assert not swap.exists()
     assert not int(guest.read(f"{SYSFS}/hooks"), 0) & HOOK_BITS["swap"]
+    if served:
+        swap.serve()
+    else:
+        swap.on()
+        guest.run(f"timeout 10 {SWAPPER} mark off 4", 30)
+        assert not swap.exists()
+    assert bool(int(guest.read(f"{SYSFS}/hooks"), 0) & HOOK_BITS["swap"]) is served
+
+
+def test_device_without_swap_gets_no_page_of_a_served_swap_area(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The first device has swap=on. Then the driver uses the other one."""
+    daemon = start_daemon(session, "vm1", "vm2")
+    second = f"socket,id=tmem2,path={daemon.socket('vm2')},reconnect-ms=100"
+    guest = boot(
+        session,
+        kernel,
+        module,
+        "verify_every=0",
+        swap="-1",
+        tmem=Tmem(daemon.socket("vm1"), properties={"swap": "on"}),
+        arguments=["-chardev", second, "-device", "vhost-user-tmem-pci,chardev=tmem2"],
+    )
+    swap = Swap(guest)
+    swap.serve()
+    (first,), (other,) = devices(guest)
+    guest.sh(f"echo {first} >{DRIVER}/unbind && echo {other} >{DRIVER}/bind", 60)
+    wait_state(guest, "on")
+    until(lambda: not swap.exists(), 30, "the driver forgets the swap area")
+    mark(guest, "unwanted0123456789")
+    settle(guest)
+    assert not swap.exists() and not pool_pages(daemon, b"unwanted0123456789")
 
 
 def test_host_without_private_pools_gets_no_page(

@@ -110,6 +110,7 @@ mod tests {
             socket: "s".into(),
             ours: true,
             retain: None,
+            swap: false,
         };
         let sent = |memory_max_bytes| {
             let domain = Domain {

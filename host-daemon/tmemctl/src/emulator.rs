@@ -21,6 +21,8 @@ pub struct Emulator {
     pub has_device: bool,
     /// Whether the emulator's device has the property `retain`.
     pub has_retain: bool,
+    /// Whether the emulator's device has the property `swap`.
+    pub has_swap: bool,
 }
 
 /// Runs an emulator with `-device …,help` and returns what it supports. `limit` bounds the wait.
@@ -51,11 +53,13 @@ pub fn ask(emulator: &str, limit: Duration) -> Result<Emulator, String> {
         for line in lines.map_while(Result::ok) {
             found.has_device |= line.starts_with(DEVICE.as_bytes());
             found.has_retain |= line.trim_ascii_start().starts_with(b"retain=");
-            if found.has_retain {
+            found.has_swap |= line.trim_ascii_start().starts_with(b"swap=");
+            if found.has_retain && found.has_swap {
                 break;
             }
         }
         found.has_retain &= found.has_device;
+        found.has_swap &= found.has_device;
         // Sending fails if the time limit has passed, because the receiver no longer exists then.
         let _ = sender.send(found);
     });
@@ -87,20 +91,21 @@ mod tests {
         // Processes `sleep 70`, which the emulators of this test leave behind, end after about a
         // minute.
         let long = Duration::from_secs(60);
-        let has = |has_device, has_retain| {
+        let has = |has_device, has_properties| {
             Ok(Emulator {
                 has_device,
-                has_retain,
+                has_retain: has_properties,
+                has_swap: has_properties,
             })
         };
         let old = format!("echo {DEVICE} options:; echo '  rombar=<int32>'");
-        let new = format!("{old}; echo '  retain=<bool>  - on/off'");
+        let new = format!("{old}; echo '  retain=<bool>  - on/off'; echo '  swap=<bool>'");
         assert_eq!(asked(&old, long), has(true, false));
         assert_eq!(asked(&new, long), has(true, true));
         let asks = format!("[ \"$*\" = '-device {DEVICE},help' ] && {{ {new}; }}");
         assert_eq!(asked(&asks, long), has(true, true));
         assert_eq!(
-            asked("echo e1000 options:; echo retain=", long),
+            asked("echo e1000 options:; echo retain=; echo swap=", long),
             has(false, false)
         );
         assert_eq!(asked("exit 1", long), has(false, false));

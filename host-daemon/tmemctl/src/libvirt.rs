@@ -68,6 +68,10 @@ pub struct AttachArguments {
     /// otherwise unchanged]
     #[arg(long, value_name = "on|off|auto", hide_possible_values = true)]
     retain: Option<Retain>,
+    /// Whether the guest's driver caches swap partitions, in pools that share no page with other
+    /// VMs [default: off for a new device, otherwise unchanged]
+    #[arg(long, value_name = "on|off", value_parser = ["on", "off"], hide_possible_values = true)]
+    swap: Option<String>,
     /// Run directory of the daemon, where the VM's socket is [default: /run/virtio-tmem]
     #[arg(long, value_name = "PATH")]
     run_directory: Option<String>,
@@ -238,6 +242,17 @@ pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Fail
         let (connection, _) = target.open()?;
         check_acpi(domain, connection.get_lib_version().unwrap_or(u32::MAX))?;
         let emulator = check_emulator(arguments, domain, reach.half_the_time())?;
+        let swap = wants_swap(arguments, domain.device.as_ref());
+        if swap && emulator.is_some_and(|emulator| !emulator.has_swap) {
+            return Err(Failure(
+                format!(
+                    "domain {}: the device {DEVICE} of its emulator has no property swap, so the \
+                     VM would not start. Select a QEMU that has it with --emulator, or add --swap off",
+                    target.domain
+                ),
+                Code::Refused,
+            ));
+        }
         decide_retain(arguments, domain, emulator, reach)
     };
     let done = "the device is attached";
@@ -256,6 +271,7 @@ pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Fail
             cache.required = required == "yes";
         }
         let device = before.device.filter(|device| device.ours);
+        let swap = wants_swap(arguments, device.as_ref());
         let directory = device.and_then(|device| Some(device.socket.rsplit_once('/')?.0.into()));
         let directory = arguments.run_directory.clone().or(directory);
         let options = Options {
@@ -264,6 +280,7 @@ pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Fail
                 .unwrap_or_else(|| tmem_libvirt::domain::SOCKET_DIRECTORY.into()),
             emulator: arguments.emulator.clone(),
             retain: *retain,
+            swap,
         };
         tmem_libvirt::domain::attach(xml, &options)
             .map_err(|error| Failure(format!("domain {}: {error}", target.domain), Code::Refused))
@@ -306,6 +323,14 @@ pub fn detach(arguments: &DetachArguments) -> Result<Output, Failure> {
 pub fn is_local(uri: &str) -> bool {
     uri.split_once("://")
         .is_none_or(|(_, rest)| rest.starts_with('/'))
+}
+
+/// Returns the value of the device's property `swap`. `before` is the domain's present device.
+fn wants_swap(arguments: &AttachArguments, before: Option<&tmem_libvirt::domain::Device>) -> bool {
+    match arguments.swap.as_deref() {
+        Some(swap) => swap == "on",
+        None => before.is_some_and(|device| device.swap),
+    }
 }
 
 /// Decides on the value of the device's property `retain`. Returns the value, and a note for the

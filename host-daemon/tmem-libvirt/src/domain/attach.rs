@@ -12,7 +12,7 @@ use super::names::{CACHE_NAMESPACE, DEVICE, QEMU_NAMESPACE, SOCKET_DIRECTORY, UN
 use super::pci::free_address;
 use super::read::{BALLOON, REPORTING, check_reporting, check_supported};
 use super::read::{
-    CHARDEV_ID, Domain, RETAIN, argument_nodes, attached_arguments, property, qemu_arguments,
+    CHARDEV_ID, Domain, RETAIN, SWAP, argument_nodes, attached_arguments, property, qemu_arguments,
 };
 use super::undo::{self, Change};
 use roxmltree::{Document, Node};
@@ -34,6 +34,8 @@ pub struct Options {
     /// Value of the device's property `retain`. None leaves the property out, because an older QEMU
     /// does not start with a property that it does not know.
     pub retain: Option<bool>,
+    /// Whether the device gets the property `swap=on`. The property is left out otherwise.
+    pub swap: bool,
 }
 
 impl Default for Options {
@@ -43,6 +45,7 @@ impl Default for Options {
             socket_directory: SOCKET_DIRECTORY.into(),
             emulator: None,
             retain: None,
+            swap: false,
         }
     }
 }
@@ -67,7 +70,7 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
         edit.set_emulator(emulator)?;
     }
     let socket = format!("{}/{}.sock", options.socket_directory, domain.uuid);
-    edit.set_device(&socket, options.retain)?;
+    edit.set_device(&socket, options)?;
     edit.write_metadata(&options.cache)?;
     Ok(edit.text)
 }
@@ -260,7 +263,7 @@ impl Edit {
 
     /// Writes QEMU's arguments for the virtio-tmem device. A device that exists keeps its PCI
     /// address.
-    fn set_device(&mut self, socket: &str, retain: Option<bool>) -> Result<(), Error> {
+    fn set_device(&mut self, socket: &str, options: &Options) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
         let arguments = qemu_arguments(root);
@@ -276,13 +279,17 @@ impl Edit {
             }
         };
         let path = socket.replace(',', ",,");
-        let retain = match retain {
+        let retain = match options.retain {
             None => String::new(),
             Some(retain) => format!(",{RETAIN}={}", if retain { "on" } else { "off" }),
         };
+        let swap = match options.swap {
+            false => String::new(),
+            true => format!(",{SWAP}=on"),
+        };
         let values = [
             format!("socket,id={CHARDEV_ID},path={path},reconnect-ms={RECONNECT_MS}"),
-            format!("{DEVICE},id={CHARDEV_ID}0,chardev={CHARDEV_ID},{address}{retain}"),
+            format!("{DEVICE},id={CHARDEV_ID}0,chardev={CHARDEV_ID},{address}{retain}{swap}"),
         ];
         if let Some(places) = places {
             let nodes = argument_nodes(root);
@@ -354,20 +361,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn attach_sets_and_removes_the_retain_property() {
+    fn attach_sets_and_removes_the_properties_retain_and_swap() {
         let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid>\
                      <os><type machine='q35'>hvm</type></os><devices/></domain>";
         let mut text = plain.to_string();
-        for retain in [None, Some(true), Some(false), Some(true), None] {
+        let settings = [
+            (None, false),
+            (Some(true), true),
+            (Some(false), true),
+            (Some(true), false),
+            (None, true),
+            (None, false),
+        ];
+        for (retain, swap) in settings {
             let options = Options {
                 retain,
+                swap,
                 ..Options::default()
             };
             text = attach(&text, &options).expect("a valid domain was refused");
             let device = Domain::parse(&text)
                 .expect("a valid domain was refused")
                 .device;
-            assert_eq!(device.and_then(|device| device.retain), retain);
+            let set = device.map(|device| (device.retain, device.swap));
+            assert_eq!(set, Some((retain, swap)));
             let again = attach(&text, &options).expect("a valid domain was refused");
             assert_eq!(again, text, "a second attach changes the domain");
         }

@@ -17,6 +17,9 @@ pub(crate) const CHARDEV_ID: &str = "virtio-tmem";
 /// pool).
 pub(crate) const RETAIN: &str = "retain";
 
+/// Name of the QEMU device property that has the guest's driver cache swap areas.
+pub(crate) const SWAP: &str = "swap";
+
 /// Path of the balloon in a domain's XML.
 pub(crate) const BALLOON: &str = "devices/memballoon";
 
@@ -67,6 +70,8 @@ pub struct Device {
     pub ours: bool,
     /// Value of the device's property `retain`; None if the property is missing or not a boolean.
     pub retain: Option<bool>,
+    /// True if the device has `swap=on`, so that the guest's swap areas are cached.
+    pub swap: bool,
 }
 
 impl Domain {
@@ -163,6 +168,7 @@ fn device(root: Node<'_, '_>) -> Option<Device> {
         socket: property(&chardev, "path").unwrap_or_default(),
         ours: id == CHARDEV_ID,
         retain: property(&device, RETAIN).and_then(|value| boolean(&value)),
+        swap: property(&device, SWAP).and_then(|value| boolean(&value)) == Some(true),
     })
 }
 

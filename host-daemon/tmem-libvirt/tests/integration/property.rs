@@ -225,6 +225,7 @@ fn options(rng: &mut fastrand::Rng) -> Options {
             .bool()
             .then(|| choose(rng, &["/opt/qemu", "/opt/q<a>"]).into()),
         retain: rng.bool().then(|| rng.bool()),
+        swap: rng.bool(),
     }
 }
 

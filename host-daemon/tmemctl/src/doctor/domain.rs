@@ -199,6 +199,13 @@ fn check_domain(seen: &Seen, host: Option<&Host>) -> Vec<Finding> {
                 ),
                 &format!("{attach} --retain auto --emulator {emulator}, or update QEMU"),
             ),
+            Ok(found) if device.swap && !found.has_swap => check.fault(
+                format!(
+                    "the domain's device has the property swap, which {emulator} does not have: the VM \
+                     does not start"
+                ),
+                &format!("{attach} --swap off --emulator {emulator}, or update QEMU"),
+            ),
             Ok(_) => check.good("the domain's emulator has the device"),
             Err(why) => check.fault(format!("{emulator}: {why}"), &remedy),
         });
@@ -293,6 +300,7 @@ mod tests {
         let emulator = emulator.map(|has_device| Emulator {
             has_device,
             has_retain: false,
+            has_swap: false,
         });
         faults(
             xml,
@@ -440,13 +448,31 @@ mod tests {
     }
 
     #[test]
-    fn doctor_reports_a_retain_property_that_emulator_or_daemon_lacks() {
-        let options = |retain| tmem_libvirt::domain::Options {
+    fn doctor_reports_properties_that_emulator_or_daemon_lacks() {
+        let options = |retain, swap| tmem_libvirt::domain::Options {
             retain,
+            swap,
             ..Default::default()
         };
+        for has_swap in [false, true] {
+            let xml = tmem_libvirt::domain::attach(PLAIN, &options(None, true))
+                .expect("cannot attach the device");
+            let ask = |_: &str| {
+                Ok(Emulator {
+                    has_device: true,
+                    has_retain: true,
+                    has_swap,
+                })
+            };
+            let host = Host {
+                served: None,
+                retains: None,
+                ask: &ask,
+            };
+            assert_eq!(faults(&xml, &host).is_empty(), has_swap);
+        }
         for retain in [None, Some(false), Some(true)] {
-            let xml = tmem_libvirt::domain::attach(PLAIN, &options(retain))
+            let xml = tmem_libvirt::domain::attach(PLAIN, &options(retain, false))
                 .expect("cannot attach the device");
             for retains in [None, Some(false), Some(true)] {
                 for has_retain in [false, true] {
@@ -454,6 +480,7 @@ mod tests {
                         Ok(Emulator {
                             has_device: true,
                             has_retain,
+                            has_swap: false,
                         })
                     };
                     let host = Host {

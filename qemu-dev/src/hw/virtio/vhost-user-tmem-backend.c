@@ -237,7 +237,7 @@ static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
         goto err_host_notifiers;
     }
 
-    /* The driver may have accepted LATENCIES, and the backend may lack it. */
+    /* The driver may have accepted features that the backend lacks. */
     s->dev.acked_features = vdev->guest_features & s->dev.features;
 
     /* The device has no guest_notifier_mask; virtio-pci does not need one. */

@@ -29,15 +29,17 @@
 
 /*
  * Feature bits that the device may offer. The backend must have the ones that
- * the device offers, except for LATENCIES: an older backend answers such a
- * request with UNSUPPORTED.
+ * the device offers, with two exceptions. An older backend answers LATENCIES
+ * requests with UNSUPPORTED. SWAP is a wish of the user, with which the
+ * backend has nothing to do.
  */
 #define TMEM_FEATURES ((1ULL << VIRTIO_F_VERSION_1) | \
                        (1ULL << VIRTIO_F_IN_ORDER) | \
                        (1ULL << VIRTIO_RING_F_INDIRECT_DESC) | \
                        (1ULL << VIRTIO_RING_F_EVENT_IDX) | \
                        (1ULL << VIRTIO_TMEM_F_RETAIN) | \
-                       (1ULL << VIRTIO_TMEM_F_LATENCIES))
+                       (1ULL << VIRTIO_TMEM_F_LATENCIES) | \
+                       (1ULL << VIRTIO_TMEM_F_SWAP))
 
 QEMU_BUILD_BUG_ON(sizeof(struct virtio_tmem_config) != 32);
 
@@ -374,6 +376,8 @@ static const Property vhost_user_tmem_properties[] = {
      */
     DEFINE_PROP_BIT64("retain", VHostUserTmem, parent_obj.host_features,
                       VIRTIO_TMEM_F_RETAIN, false),
+    DEFINE_PROP_BIT64("swap", VHostUserTmem, parent_obj.host_features,
+                      VIRTIO_TMEM_F_SWAP, false),
 };
 
 /* Properties and event for management software */
