@@ -41,9 +41,9 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
  * waits, and the test sets it back to NO to release the task.
  */
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
-/* TMEM_HOLD_CLOCK(place, deadline_ns) - the same; returns the deadline, later by that time */
+/* TMEM_HOLD_CLOCK(place, deadline_ns) - like TMEM_HOLD(); returns the deadline plus the wait */
 #define TMEM_HOLD_CLOCK(place, deadline_ns) tmem_hold_and_extend(&tmem_hold_##place, deadline_ns)
-/* TMEM_HOLD_ATOMIC(place) - the same for a task that must not sleep; another processor is free */
+/* TMEM_HOLD_ATOMIC(place) - like TMEM_HOLD(), for a task that must not sleep; busy-waits */
 #define TMEM_HOLD_ATOMIC(place)	tmem_hold_atomic(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_feeder, tmem_hold_probe, tmem_hold_fetch;
@@ -70,7 +70,7 @@ static inline long tmem_test_limit(long bytes)
 #define TMEM_TEST_COUNT(what)	WRITE_ONCE(tmem_test_##what, tmem_test_##what + 1)
 extern unsigned int tmem_test_sweeps, tmem_test_replaced;
 
-/* Returns a tenth of a time between two retries, because tests do not want to wait for it. */
+/* Returns the time between two retries: a tenth of @seconds, so that tests need not wait long. */
 static inline unsigned int tmem_retry_seconds(unsigned int seconds)
 {
 	return seconds / 10;
@@ -111,43 +111,123 @@ static inline const char *tmem_test_point_release(const char *name)
 }
 
 /*
- * Safety checks of hooks/blocks.h, and of the pages of swap areas. A test can remove each of them,
- * to show what fails without it.
+ * Safety checks of hooks/blocks.h, and of the pages of swap areas. A test can remove each of them.
+ * Each comment says what the check does, and which fault occurs without the check.
  */
 enum tmem_block_check {
-	TMEM_CHECK_ERASE,	/* writes erase the records of their blocks */
-	TMEM_CHECK_FORGET,	/* a write erases its index entries when it begins */
-	TMEM_CHECK_EQUAL,	/* a page with other bytes than its record is not put */
-	TMEM_CHECK_IN_FLIGHT,	/* no put while a write of the block is in flight */
-	TMEM_CHECK_READ_SEQ,	/* no record of a read that overlaps a write */
-	TMEM_CHECK_GET_SEQ,	/* no hit of a get that overlaps a write */
-	TMEM_CHECK_FAILED,	/* a failed write stops recording */
-	TMEM_CHECK_PASSTHROUGH,	/* commands of users end the interval */
-	TMEM_CHECK_BIO_QUEUE,	/* writes beside submit_bio() end the interval */
-	TMEM_CHECK_DRAIN,	/* an area starts with a drain of its disk */
-	TMEM_CHECK_BYTES,	/* the place of a bio's segment is not that of its iterator */
-	TMEM_CHECK_WHOLE,	/* only whole blocks are recorded and got */
-	TMEM_CHECK_VISIBLE,	/* disks with writes that are no bios have no area */
-	TMEM_CHECK_LEAVE,	/* a folio that may not be put loses its hints */
-	TMEM_CHECK_POLICY,	/* a policy holds for pages that were removed and not freed */
-	TMEM_CHECK_DIRTY,	/* a page that becomes dirty voids its record */
-	TMEM_CHECK_RESUME,	/* a guest that continues after a hibernation erases its records */
-	TMEM_CHECK_RENEW,	/* tables that replace others begin an interval of each area */
-	TMEM_CHECK_SECOND_HASH,	/* a block is in flight only if both its counters say so */
-	TMEM_CHECK_LATEST,	/* of two writes of a page, only the later one is recorded */
-	TMEM_CHECK_FORMER,	/* a write that outlives its area erases again at its end */
-	TMEM_CHECK_NUMBERS,	/* block numbers are used again without records */
-	TMEM_CHECK_FILL_EPOCH,	/* no hit of a get whose area was drained meanwhile */
-	TMEM_CHECK_GRACE,	/* a policy waits for puts that missed it */
-	TMEM_CHECK_WRITE_SEQ,	/* no record of a write that overlaps another one */
-	TMEM_CHECK_GET_WRITTEN,	/* no get while a write of the block is in flight */
-	TMEM_CHECK_SERVED,	/* no get of an area before its drain has ended */
-	TMEM_CHECK_DRAINED,	/* a drain erases what was put meanwhile */
-	TMEM_CHECK_PRIVATE,	/* the pool of a swap area is private */
-	TMEM_CHECK_INVAL,	/* a write with a wrong alignment does not stop recording */
-	TMEM_CHECK_LOST,	/* a flush that fails empties its private pool */
-	TMEM_CHECK_BEHIND,	/* freed slots that cannot be erased in time empty their pool */
-	TMEM_CHECK_ORPHAN,	/* a page that is stored after its erasure is flushed */
+	/* A write erases the records of its blocks. Without: a page older than the write is put. */
+	TMEM_CHECK_ERASE,
+	/* A write erases its index entries. Without: a get returns bytes from before the write. */
+	TMEM_CHECK_FORGET,
+	/* A put needs the bytes of the record. Without: a page unlike its block is put. */
+	TMEM_CHECK_EQUAL,
+	/* No put during a write of the block. Without: the bytes from before the write are put. */
+	TMEM_CHECK_IN_FLIGHT,
+	/* A read that overlaps a write makes no record. Without: a page with old bytes is put. */
+	TMEM_CHECK_READ_SEQ,
+	/* A get that overlaps a write is no hit. Without: the reader gets old bytes. */
+	TMEM_CHECK_GET_SEQ,
+	/*
+	 * A failed write stops recording. Without: a get returns bytes that the disk has replaced.
+	 */
+	TMEM_CHECK_FAILED,
+	/* A user's command ends the interval. Without: a get returns bytes that it replaced. */
+	TMEM_CHECK_PASSTHROUGH,
+	/* A write beside submit_bio() ends the interval. Without: a get returns old bytes. */
+	TMEM_CHECK_BIO_QUEUE,
+	/* An area starts with a drain. Without: a write from before it makes a stored page old. */
+	TMEM_CHECK_DRAIN,
+	/*
+	 * A segment's place is counted in bytes. Without: a write erases other blocks than its own.
+	 */
+	TMEM_CHECK_BYTES,
+	/*
+	 * Only whole blocks are recorded and got. Without: a page is put that spans two blocks, and
+	 * a write of the second one leaves the page in the pool.
+	 */
+	TMEM_CHECK_WHOLE,
+	/* A disk with writes that are no bios has no area. Without: a get returns old bytes. */
+	TMEM_CHECK_VISIBLE,
+	/* A folio that may not be put loses its hints. Without: its pages are put when freed. */
+	TMEM_CHECK_LEAVE,
+	/* A policy holds for pages that were removed and not freed. Without: they are put. */
+	TMEM_CHECK_POLICY,
+	/*
+	 * A page that becomes dirty voids its record. Without: a page is put that changed while the
+	 * disk read or wrote its block.
+	 */
+	TMEM_CHECK_DIRTY,
+	/*
+	 * A guest that continues after a hibernation erases its records. Without: the driver did
+	 * not see the writes of the image, and puts a page from before them.
+	 */
+	TMEM_CHECK_RESUME,
+	/*
+	 * Tables that replace others begin an interval of each area. Without: a get takes a record
+	 * of the new tables for its own, and returns old bytes.
+	 */
+	TMEM_CHECK_RENEW,
+	/*
+	 * A block is in flight only if both its counters say so. Without: many puts are refused
+	 * because of writes of other blocks.
+	 */
+	TMEM_CHECK_SECOND_HASH,
+	/*
+	 * Only the later of two writes of a page is recorded. Without: the page changes, and the
+	 * record of the earlier write stays.
+	 */
+	TMEM_CHECK_LATEST,
+	/*
+	 * A write that outlives its area erases again at its end. Without: after the next mount, a
+	 * get returns bytes from before the write.
+	 */
+	TMEM_CHECK_FORMER,
+	/*
+	 * Block numbers are used again without records. Without: a page of the former file system
+	 * is put as a page of the new one.
+	 */
+	TMEM_CHECK_NUMBERS,
+	/* A get is no hit if its area was drained meanwhile. Without: it returns old bytes. */
+	TMEM_CHECK_FILL_EPOCH,
+	/*
+	 * A policy waits for puts that missed it. Without: a page is put after the policy was set.
+	 */
+	TMEM_CHECK_GRACE,
+	/*
+	 * A write that overlaps another one makes no record. Without: the record has the bytes of
+	 * one write, and the disk may have those of the other.
+	 */
+	TMEM_CHECK_WRITE_SEQ,
+	/* No get during a write of the block. Without: the reader gets bytes from before it. */
+	TMEM_CHECK_GET_WRITTEN,
+	/*
+	 * No get of an area before its drain has ended. Without: a get returns bytes from before a
+	 * write that the driver did not see begin.
+	 */
+	TMEM_CHECK_SERVED,
+	/*
+	 * A drain erases what was put meanwhile. Without: a later get returns bytes from before a
+	 * write that the driver did not see begin.
+	 */
+	TMEM_CHECK_DRAINED,
+	/* The pool of a swap area is private. Without: the host shares its pages with other VMs. */
+	TMEM_CHECK_PRIVATE,
+	/*
+	 * A write with a wrong alignment does not stop recording. Without: a user can stop the
+	 * cache of a file system with such a write.
+	 */
+	TMEM_CHECK_INVAL,
+	/*
+	 * A failed flush empties its private pool. Without: pages of freed slots stay at the host.
+	 */
+	TMEM_CHECK_LOST,
+	/*
+	 * Slots that cannot be erased in time empty their pool. Without: their pages stay at the
+	 * host.
+	 */
+	TMEM_CHECK_BEHIND,
+	/* A page stored after its erasure is flushed. Without: it stays at the host for good. */
+	TMEM_CHECK_ORPHAN,
 	NR_TMEM_BLOCK_CHECKS
 };
 
@@ -162,7 +242,7 @@ static inline bool tmem_test_replace(void)
 	return READ_ONCE(tmem_test_replace_ms);
 }
 
-/* Returns the period of the replacement in jiffies. */
+/* Returns the period in jiffies at which the driver checks whether the tables fit the RAM. */
 static inline unsigned long tmem_test_ram_period(unsigned long period)
 {
 	unsigned int test_ms = READ_ONCE(tmem_test_replace_ms);

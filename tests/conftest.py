@@ -94,7 +94,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def kernel(request: pytest.FixtureRequest) -> Kernel:
-    """The stock kernel under test."""
+    """Returns the stock kernel under test."""
     return kernels.prepare(request.config.getoption("--kernel"))
 
 
@@ -113,19 +113,22 @@ def host_programs() -> None:
 
 @pytest.fixture(scope="session")
 def module(kernel: Kernel) -> Path:
-    """Builds the guest driver's module as users get it, without test-only parameters."""
+    """Returns the guest driver's module as users get it, without test-only parameters."""
     return modules.build(kernel)
 
 
 @pytest.fixture(scope="session")
 def test_module(kernel: Kernel) -> Path:
-    """Builds the guest driver's module with its test-only parameters."""
+    """Returns the guest driver's module with its test-only parameters."""
     return modules.build(kernel, test=True)
 
 
 @pytest.fixture
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """Owns the test's VMs and daemons. The test fails if a guest's kernel reported a fault."""
+    """Yields the owner of the test's VMs and daemons.
+
+    The test fails if a guest's kernel reports a fault.
+    """
     with Session() as session:
         request.node.stash[SESSION] = session
         yield session

@@ -397,7 +397,7 @@ def order(touched: set[str], state: dict[str, dict[str, Any]]) -> list[str]:
     )
 
 
-def ci() -> None:
+def run_ci() -> None:
     """Runs `make check`, and as many shards as are expected to end within CI_LIMIT_S."""
     begin = time.monotonic()
     run(("make -s check",))
@@ -446,7 +446,7 @@ def main() -> None:
         elif arguments.action == "check":
             run(CHECK)
         elif arguments.action == "ci":
-            ci()
+            run_ci()
         elif names:
             for name in names:
                 run_shard(name)

@@ -4,7 +4,7 @@
  * Reading the parameter returns the medians.
  *
  * The clock is the TSC. It measures time on hardware and under plain emulation; under QEMU's
- * -icount it counts the instructions that the guest executed. Interrupts are off meanwhile.
+ * -icount it counts the instructions that the guest executed. Interrupts are off during a sample.
  */
 #include <linux/delay.h>
 #include <linux/err.h>
@@ -29,7 +29,7 @@
  * cache, as pages that reclaim evicts are usually not in the cache.
  */
 #define BENCH_COLD_PAGES	BENCH_SAMPLES
-/* First of the blocks of these pages, which no area has. */
+/* First block of the cold pages. No area has these blocks. */
 #define BENCH_COLD_BLOCK	(U32_MAX - BENCH_COLD_PAGES)
 /*
  * Maximum number of attempts at a put, 1 ms apart, while the ring is full or the host has no pool
@@ -48,7 +48,7 @@ enum bench_kind {
 	BENCH_PUT,
 	/* put of a page that is not in the processor's cache, and equals its record */
 	BENCH_PUT_COLD,
-	BENCH_PUT_OFF,		/* part of such a put during which interrupts are off */
+	BENCH_PUT_OFF,		/* part of BENCH_PUT_COLD during which interrupts are off */
 	NR_BENCH
 };
 

@@ -27,9 +27,9 @@
 #define BLOCKS	1000000
 
 /*
- * Time at which the page becomes dirty: before its write, between its ends, or afterwards. TWICE:
- * afterwards, and it was written to two blocks at the same time. NOT_OVERTAKEN: never, but another
- * write of the block begins and ends during its write.
+ * Time at which the page becomes dirty: never, or before, during or after its write. TWICE: after
+ * writes of the page to two blocks at the same time. NOT_OVERTAKEN: never, but another write of the
+ * block begins and ends during the write of the page.
  */
 enum {
 	DIRTY_NOT, DIRTY_BEFORE, DIRTY_DURING, DIRTY_AFTER, DIRTY_TWICE, DIRTY_NOT_OVERTAKEN,
@@ -42,7 +42,7 @@ static void put(u32 block, void *arg)
 {
 }
 
-/* Returns whether the page is put ('p') or refused ('-') if it is clean again, with its bytes. */
+/* Writes a page that becomes dirty at @when. Returns 'p' if the page is then put, or '-' if not. */
 static char try(struct page *page, int when)
 {
 	struct folio *folio = page_folio(page);
@@ -116,7 +116,7 @@ MODULE_PARM_DESC(test_blocks_dirty, "TEST: a write tests the rule Dirty of hooks
 
 static unsigned int refused;
 
-/* Counts the blocks whose writes keep gets of BLOCK from the host. */
+/* Counts the blocks below BLOCK whose writes prevent a get of BLOCK, because counters collide. */
 static int run_in_flight(const char *val, const struct kernel_param *kp)
 {
 	u32 i;

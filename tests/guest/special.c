@@ -67,12 +67,12 @@
 #define IOC_SET_TUNE_SB_PARAM	_IOW('f', 46, struct tune_sb_params)
 #define TUNE_EDIT_FEATURES	0x4000
 #define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
-/* Number and size in bytes of the extents of a file of scatter(); an ext4 inode has 4 extents. */
+/* Number of extents that scatter() makes, as many as an ext4 inode has, and their size in bytes. */
 #define SCATTERED	4
 #define SCATTERED_BYTES	(128UL << 10)
-#define SCATTER_STEP	(1L << 20)	/* distance of these extents in the file, in bytes */
+#define SCATTER_STEP	(1L << 20)	/* distance between two extents in the file, in bytes */
 #define SCATTER_TRIES	50		/* attempts to get extents that ext4 does not divide */
-/* Files with which fill() takes the last free blocks, which may be scattered, and its rounds. */
+/* Numbers of files and of rounds with which fill() allocates the last, scattered blocks. */
 #define FILL_FILES	1000
 #define FILL_ROUNDS	4
 #define FILL_BYTES	(64L << 20)	/* first allocation that fill() tries */

@@ -112,7 +112,10 @@ static void each(unsigned int region, uint64_t page, uint64_t nr,
 		act(region, page++);
 }
 
-/* A child checks pages, changes its own ones, and checks these. The parent changes some meanwhile. */
+/*
+ * Forks. The child checks pages, changes its private copies, and checks them. Meanwhile, the parent
+ * changes some of its own pages.
+ */
 static void fork_and_write(unsigned int region, uint64_t page, uint64_t nr)
 {
 	pid_t child = fork();

@@ -65,7 +65,7 @@ class Daemon:
 
     def start(self) -> None:
         """Starts the daemon and waits until it serves."""
-        if self._process and self._process.alive():
+        if self._process and self._process.is_alive():
             raise HarnessError("tmemd is already running")
         command = [str(self.program or host_binary("tmemd")), "--pool-size", self.pool_size]
         command += ["--control", str(self.control)]
@@ -120,7 +120,7 @@ class Daemon:
         return self._json("stats")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Calls a method of the control interface directly, without tmemctl."""
+        """Calls a method of the control interface without tmemctl, and returns the answer."""
         request = {"method": f"{INTERFACE}.{method}", "parameters": parameters}
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(scaled(20))

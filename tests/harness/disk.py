@@ -38,11 +38,11 @@ class Disk:
     format: str = "raw"
     read_only: bool = False
     throttle: Throttle | None = None
-    debug: bool = False  # QEMU can stop requests: Vm.qemu_io()
+    debug: bool = False  # whether Vm.qemu_io() can stop the disk's requests
     # Only native guests use the following fields.
     part: tuple[int, int] | None = None  # first byte and size of the part of the image to attach
-    discard: bool = False  # the guest's discards reach the image
-    in_memory: bool = False  # the image is in a file system in memory, such as tmpfs
+    discard: bool = False  # whether the guest's discards reach the image
+    in_memory: bool = False  # whether the image is on a file system in memory, such as tmpfs
 
     def __post_init__(self) -> None:
         if len(self.name) > SERIAL_MAX or not self.name.isalnum():
@@ -256,7 +256,7 @@ def find(name: str) -> FileSystem:
     return FILE_SYSTEMS.get(name) or OTHER_FILE_SYSTEMS[name]
 
 
-def left_out(name: str) -> str:
+def omit_arguments(name: str) -> str:
     """Returns the torture program's arguments that omit some operations on a file system."""
     return " ".join(f"--no-{operation}" for operation in find(name).left_out)
 

@@ -110,7 +110,7 @@ class Job:
         self._channel.send(Type.KILL, self._number, signal)
 
     def wait(self) -> Result:
-        """Waits for the command's end, at most until its time-out. Does not check its status."""
+        """Waits for the command's end or time-out. Returns the result, whatever the status."""
         while self._result is None:
             left = self._end - time.monotonic()
             try:
@@ -166,7 +166,7 @@ class Guest:
         self.boot_id = channel.boot_id
 
     def start(self, command: str, seconds: float = 30) -> Job:
-        """Starts a shell command line; the guest kills it after `seconds`."""
+        """Starts a shell command line, and returns its job. The guest kills it after `seconds`."""
         return Job(self._channel, self._check, command, seconds)
 
     def run(self, command: str, seconds: float = 30) -> Result:

@@ -50,24 +50,24 @@ class Archive:
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, bytes]] = {}
 
-    def directory(self, path: str) -> None:
+    def add_directory(self, path: str) -> None:
         path = path.strip("/")
         if not path or path in self._entries:
             return
-        self.directory(_parent(path))
+        self.add_directory(_parent(path))
         self._entries[path] = (stat.S_IFDIR | 0o755, b"")
 
-    def file(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        self.directory(_parent(path))
+    def add_file(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        self.add_directory(_parent(path))
         self._entries[path.strip("/")] = (stat.S_IFREG | mode, content)
 
-    def link(self, path: str, target: str) -> None:
-        self.directory(_parent(path))
+    def add_link(self, path: str, target: str) -> None:
+        self.add_directory(_parent(path))
         self._entries[path.strip("/")] = (stat.S_IFLNK | 0o777, target.encode())
 
-    def device(self, path: str, major: int, minor: int) -> None:
+    def add_device(self, path: str, major: int, minor: int) -> None:
         """Adds a character device. Its entry holds the major and minor number as content."""
-        self.directory(_parent(path))
+        self.add_directory(_parent(path))
         self._entries[path.strip("/")] = (stat.S_IFCHR | 0o600, bytes((major, minor)))
 
     def bytes(self) -> bytes:
@@ -132,23 +132,23 @@ def build(
     """
     archive = Archive()
     for directory in DIRECTORIES:
-        archive.directory(directory)
-    archive.device("dev/console", 5, 1)
-    archive.file("init", INIT.encode(), 0o755)
+        archive.add_directory(directory)
+    archive.add_device("dev/console", 5, 1)
+    archive.add_file("init", INIT.encode(), 0o755)
     box = busybox()
-    archive.file("bin/busybox", box.read_bytes(), 0o755)
+    archive.add_file("bin/busybox", box.read_bytes(), 0o755)
     applets = subprocess.run([box, "--list-full"], check=True, stdout=subprocess.PIPE, text=True)
     for applet in applets.stdout.split():
         if applet != "bin/busybox":
-            archive.link(applet, "/bin/busybox")
-    archive.file("sbin/agent", guest_program(TESTS / "guest/agent.c").read_bytes(), 0o755)
+            archive.add_link(applet, "/bin/busybox")
+    archive.add_file("sbin/agent", guest_program(TESTS / "guest/agent.c").read_bytes(), 0o755)
     order = []
     for path in kernel.module_files((*BASE_MODULES, *modules)) if kernel else ():
         name = path.name.removesuffix(".xz")
-        archive.file(f"modules/{name}", _module_bytes(path))
+        archive.add_file(f"modules/{name}", _module_bytes(path))
         order.append(name)
-    archive.file("modules/order", "".join(f"{name}\n" for name in order).encode())
+    archive.add_file("modules/order", "".join(f"{name}\n" for name in order).encode())
     for place, source in (files or {}).items():
-        archive.file(place, source.read_bytes(), source.stat().st_mode & 0o777)
+        archive.add_file(place, source.read_bytes(), source.stat().st_mode & 0o777)
     destination.write_bytes(archive.bytes())
     return destination

@@ -187,7 +187,7 @@ def prepare(series: str, *, update: bool = False) -> Kernel:
     current = base / f"{series}.json"
     with open(base / f"{series}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not update and (kernel := _recorded(current)) and _current(kernel):
+        if not update and (kernel := _recorded_kernel(current)) and _is_current(kernel):
             return kernel
         kernel = (_build if series in debug_kernel.KINDS else _fetch)(series, base)
         record = {"series": series, "release": kernel.release, "root": kernel.root.name}
@@ -197,7 +197,7 @@ def prepare(series: str, *, update: bool = False) -> Kernel:
         return kernel
 
 
-def _recorded(current: Path) -> Kernel | None:
+def _recorded_kernel(current: Path) -> Kernel | None:
     if not current.is_file():
         return None
     record = json.loads(current.read_text())
@@ -210,7 +210,7 @@ def _build(series: str, base: Path) -> Kernel:
     return Kernel(series, debug_kernel.build(series, root), root)
 
 
-def _current(kernel: Kernel) -> bool:
+def _is_current(kernel: Kernel) -> bool:
     if kernel.series not in debug_kernel.KINDS:
         return True
     return kernel.root.name.endswith(debug_kernel.fingerprint(kernel.series))

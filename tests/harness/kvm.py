@@ -26,10 +26,10 @@ API_VERSION = 12
 
 def why_not(kernel: Kernel, device: Path = DEVICE) -> str | None:
     """Returns None if KVM can be used, and otherwise the reason as text."""
-    return no_vm(device) or no_guest(kernel)
+    return why_no_vm(device) or why_no_guest(kernel)
 
 
-def no_vm(device: Path = DEVICE) -> str | None:
+def why_no_vm(device: Path = DEVICE) -> str | None:
     """Returns the reason why the kernel creates no virtual machine, or None."""
     try:
         kvm = os.open(device, os.O_RDWR | os.O_CLOEXEC)
@@ -47,7 +47,7 @@ def no_vm(device: Path = DEVICE) -> str | None:
     return None
 
 
-def no_guest(kernel: Kernel) -> str | None:
+def why_no_guest(kernel: Kernel) -> str | None:
     """Returns the reason why no guest boots on KVM, or None."""
     with tempfile.TemporaryDirectory(prefix="tmem-kvm-") as directory:
         vm = Vm(Config(kernel, name="kvm-probe", accelerator="kvm"), Path(directory) / "vm")

@@ -65,7 +65,7 @@ class Run:
 
 
 def run(command: list[str | Path], stdin: str | None = None) -> Run:
-    """Runs a program until it ends."""
+    """Runs a program until it ends, and returns its status and output."""
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, input=stdin, timeout=scaled(60)
     )
@@ -261,7 +261,7 @@ class Libvirt:
         if self._bridge:
             self._bridge.kill()
         try:
-            if self._process and self._process.alive():
+            if self._process and self._process.is_alive():
                 for uuid in self._virsh("list", "--uuid").stdout.split():
                     self._virsh("destroy", uuid)
         finally:
@@ -346,7 +346,7 @@ class Machine:
 """
 
     def connect(self) -> Guest:
-        """Waits until the agent in the guest answers."""
+        """Waits until the agent in the guest answers, and returns the guest."""
         deadline = Deadline(BOOT_SECONDS, f"{self.name}: the guest's agent answers")
         until(self.agent.exists, 20, f"{self.name}: QEMU opens the agent's socket")
         return Guest(Channel(self.agent, deadline, self._check), self._check)

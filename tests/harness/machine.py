@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Describes the machine that runs a benchmark, and chooses the processors of its processes.
 
-It also keeps the processors from halting meanwhile.
+The module also keeps processors from halting while a benchmark runs.
 
 In a virtual machine, a processor that halts exits to the hypervisor, and its next wake-up takes
 tens of microseconds. Guests, daemon and disks of a benchmark wake each other up for each request,

@@ -30,8 +30,11 @@ ENDS = ("completed", "failed", "cancelled")
 SECONDS = 120.0
 
 
-def receiver(session: Session, vm: Vm, tmem: Tmem | None, **changes: Any) -> Vm:
-    """Launches a VM like `vm`, perhaps with changes, that waits for the state of `vm`."""
+def launch_receiver(session: Session, vm: Vm, tmem: Tmem | None, **changes: Any) -> Vm:
+    """Launches a VM that waits for the state of `vm`, and returns it.
+
+    The VM has the configuration of `vm` with the given changes.
+    """
     config: Config = replace(vm.config, tmem=tmem, incoming=True, **changes)
     other = session.vm(config)
     other.launch()
@@ -73,7 +76,10 @@ def progress(vm: Vm) -> Mapping[str, Any]:
 
 
 def wait(vm: Vm, wanted: str, seconds: float = SECONDS) -> Mapping[str, Any]:
-    """Waits until the migration is in the state `wanted`; raises if it ends in another state."""
+    """Waits until the migration has the state `wanted`. Returns the answer to query-migrate.
+
+    Raises if the migration ends in another state.
+    """
     found: Mapping[str, Any] = {}
 
     def reached() -> bool:
@@ -91,7 +97,7 @@ def wait(vm: Vm, wanted: str, seconds: float = SECONDS) -> Mapping[str, Any]:
     return found
 
 
-def half_done(source: Vm) -> None:
+def wait_until_half_done(source: Vm) -> None:
     """Waits until a part of the memory has been copied."""
 
     def copied() -> bool:
@@ -105,7 +111,7 @@ def half_done(source: Vm) -> None:
     until(copied, SECONDS, f"{source.name}: a part of the memory is copied")
 
 
-def first_pass(source: Vm) -> None:
+def wait_until_copied_once(source: Vm) -> None:
     """Waits until all memory was copied once, so that only pages written meanwhile remain."""
 
     def done() -> bool:
@@ -126,11 +132,11 @@ def move(source: Vm, target: Vm) -> Mapping[str, Any]:
     """
     begin(source, target)
     figures = wait(source, "completed")
-    arrive(source, target)
+    complete(source, target)
     return figures
 
 
-def arrive(source: Vm, target: Vm) -> None:
+def complete(source: Vm, target: Vm) -> None:
     """Waits until the guest runs in `target`, ends `source`, and connects to the guest."""
     until(lambda: target.status() == "running", SECONDS, f"{target.name} runs at the destination")
     source.quit()
@@ -147,7 +153,7 @@ def save(vm: Vm, path: Path) -> None:
 def restore(target: Vm, path: Path) -> None:
     """Loads the state that save() wrote to `path` into `target`, and connects to the guest.
 
-    receiver() has launched `target`.
+    launch_receiver() has launched `target`.
     """
     target.qmp.execute("migrate-incoming", {"uri": f"file:{path}"})
     wait(target, "completed")

@@ -52,7 +52,7 @@ BINARIES_KEPT = 8  # number of built kernels that stay in the cache
 TREES_KEPT = 4
 BOOT_SECONDS = 60.0  # longest boot; it takes about 2 s on an idle machine
 AGENT_READY = "agent: ready"  # message of tests/guest/agent.c when its terminal is open
-# Pause between looks for that message, so benchmarks cannot measure a boot more exactly than this.
+# Pause between checks for AGENT_READY, and so the resolution with which a boot is measured.
 READY_POLL_SECONDS = 0.01
 DEVICE_ID_BLOCK = 2
 DEVICE_ID_TMEM = 63
@@ -68,7 +68,7 @@ UNUSED = ("drivers/gpu", "drivers/net/ethernet", "drivers/net/wireless", "driver
 SERIES = "7.3"
 
 
-def chosen() -> str:
+def chosen_kernel() -> str:
     """Returns the path of a kernel that TMEM_NATIVE_KERNEL names, or SERIES."""
     return os.environ.get("TMEM_NATIVE_KERNEL", SERIES)
 
@@ -80,7 +80,7 @@ def build() -> Path:
     so that a change of the driver only compiles the driver and links. The first build takes 5 to 13
     minutes of one core.
     """
-    name = chosen()
+    name = chosen_kernel()
     if name != SERIES:
         if not os.access(name, os.X_OK):
             raise HarnessError(f"TMEM_NATIVE_KERNEL: {name} is no program")
@@ -153,7 +153,7 @@ class NativeConfig:
     disks: Sequence[Disk] = ()
     tmem: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
-    parameters: str = ""  # of the driver: "verify_every=0 deadline_ms=100"
+    parameters: str = ""  # parameters of the driver, such as "verify_every=0 deadline_ms=100"
     cmdline: str = ""
     direct: bool = True  # False: disks go through the host's page cache
 

@@ -33,7 +33,7 @@ def tail(path: Path, limit_bytes: int = TAIL_BYTES) -> str:
 
 @contextmanager
 def on_processor(processor: int | None) -> Iterator[None]:
-    """Binds this thread, and the children that it starts meanwhile, to a processor."""
+    """Binds this thread and the children that it starts to a processor, until the context ends."""
     if processor is None:
         yield
         return
@@ -96,11 +96,11 @@ class Process:
         """Returns None while the process runs, then its exit code or minus the ending signal."""
         return self._child.poll()
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.status() is None
 
     def expect_alive(self) -> None:
-        if not self.alive():
+        if not self.is_alive():
             raise HarnessError(
                 f"{self.name} ended with status {self.status()}; {self.log.name}:\n{tail(self.log)}"
             )
@@ -120,7 +120,7 @@ class Process:
 
     def kill(self) -> None:
         """Sends SIGKILL if the process still runs, and returns when it has ended."""
-        if self.alive():
+        if self.is_alive():
             self._child.kill()
         self._child.wait(scaled(30))
 
@@ -129,13 +129,16 @@ class Process:
 
         Kills the process and raises if it does not end.
         """
-        if self.alive():
+        if self.is_alive():
             self._child.send_signal(signal.SIGCONT)
             self._child.terminate()
         return self.wait(seconds)
 
     def wait(self, seconds: float) -> int:
-        """Waits for the process to end by itself. Kills it and raises if it does not."""
+        """Waits until the process ends by itself, and returns its status.
+
+        Kills the process and raises if it does not end in time.
+        """
         try:
             return self._child.wait(scaled(seconds))
         except subprocess.TimeoutExpired:
@@ -153,7 +156,7 @@ class Process:
     def _is_the_program(self) -> bool:
         # The child's command line is first that of this Python process, then that of setpriv, and
         # at last that of the program.
-        if not self.alive():
+        if not self.is_alive():
             return True
         shown = Path(f"/proc/{self.pid}/cmdline").read_bytes()
         ours = Path("/proc/self/cmdline").read_bytes()

@@ -76,7 +76,10 @@ class Qmp:
             raise QmpError(f"{self._name}: {command}: {error}") from error
 
     def human(self, line: str, seconds: float = 10) -> str:
-        """Runs a command line of QEMU's human monitor, for operations that QMP does not have."""
+        """Runs a command line of QEMU's human monitor, and returns its output.
+
+        The monitor has operations that QMP does not have.
+        """
         arguments = {"command-line": line}
         return str(self.execute("human-monitor-command", arguments, seconds))
 

@@ -30,7 +30,7 @@ class Session:
     def daemon(
         self, *tenants: Tenant | str, pool_size: str = "64MiB", options: list[str] | None = None
     ) -> Daemon:
-        """Creates a tmemd for these VMs, which is not started yet."""
+        """Returns a tmemd for these VMs. The caller starts it."""
         named = [Tenant(entry) if isinstance(entry, str) else entry for entry in tenants]
         directory = self.directory / f"tmemd{len(self._members)}"
         daemon = Daemon(directory, named, pool_size, options or [], processor=self._pinning.host)
@@ -38,13 +38,13 @@ class Session:
         return daemon
 
     def vm(self, config: Config) -> Vm:
-        """Creates a VM, which is not started yet."""
+        """Returns a VM. The caller starts it."""
         vm = Vm(config, self.directory / f"{config.name}-{len(self._members)}")
         self._members.append(vm)
         return vm
 
     def native_vm(self, config: NativeConfig) -> NativeVm:
-        """Creates a native guest, which is not started yet."""
+        """Returns a native guest. The caller starts it."""
         directory = self.directory / f"{config.name}-{len(self._members)}"
         vm = NativeVm(config, directory, self._pinning)
         self._members.append(vm)

@@ -75,17 +75,17 @@ class Supervisor:
         try:
             with ear:
                 while not self._stop.is_set():
-                    self._one(ear)
+                    self._run_one(ear)
                     self._started.clear()
         except BaseException as error:  # noqa: BLE001 - raised by _check()
             self._failure = error
 
-    def _one(self, ear: socket.socket) -> None:
+    def _run_one(self, ear: socket.socket) -> None:
         """Runs one daemon from its start to its end."""
         self.daemon.start()
         last = time.monotonic()
         ear.settimeout(0.02)
-        while not self._stop.is_set() and self.daemon.process.alive():
+        while not self._stop.is_set() and self.daemon.process.is_alive():
             word = ""
             try:
                 word = ear.recv(MESSAGE_BYTES_MAX).decode().strip()
@@ -97,8 +97,8 @@ class Supervisor:
             if word in ("READY=1", "WATCHDOG=1"):
                 last = time.monotonic()
             if word == "WATCHDOG=trigger" or time.monotonic() - last > self.period_seconds:
-                # The event must be cleared before `kills` grows: wait_kills() must wait until the
-                # next daemon is ready.
+                # Clear the event before `kills` grows, so that wait_kills() waits until the next
+                # daemon is ready.
                 self._started.clear()
                 self.daemon.kill()
                 self.kills += 1

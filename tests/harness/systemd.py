@@ -148,7 +148,7 @@ class Systemd:
         until(answers, 30, "systemd has reached its basic target")
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command in systemd's namespaces."""
+        """Runs a command in systemd's namespaces, and returns its status and output."""
         enter = ["nsenter", "--target", str(self.pid), *NAMESPACES, "--root", "--wd"]
         return subprocess.run(
             [*enter, *command],
@@ -160,7 +160,7 @@ class Systemd:
             timeout=scaled(60),
         )
 
-    def expect(self, *command: str) -> str:
+    def run_checked(self, *command: str) -> str:
         """Runs a command in systemd's namespaces, which must succeed, and returns its output."""
         done = self.run(*command)
         if done.returncode != 0:
@@ -171,7 +171,7 @@ class Systemd:
 
     def show(self, unit: str, key: str) -> str:
         """Returns a property of a unit."""
-        return self.expect("systemctl", "show", unit, f"--property={key}", "--value")
+        return self.run_checked("systemctl", "show", unit, f"--property={key}", "--value")
 
     def stop(self) -> None:
         """Ends systemd and all processes that it has started."""

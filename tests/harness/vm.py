@@ -159,7 +159,7 @@ class Vm:
 
     def launch(self) -> None:
         """Starts QEMU and connects QMP; the guest boots meanwhile."""
-        if self._process and self._process.alive():
+        if self._process and self._process.is_alive():
             raise HarnessError(f"{self.name} is already running")
         for name in ("qmp", "agent"):
             (self.directory / name).unlink(missing_ok=True)
@@ -188,7 +188,7 @@ class Vm:
         return self.connect()
 
     def connect(self, seconds: float = BOOT_SECONDS) -> Guest:
-        """Connects to the guest's agent again, after a boot, a reset or a loadvm."""
+        """Connects to the guest's agent after a boot, a reset or a loadvm. Returns the guest."""
         if self._guest:
             self._guest.close()
             self._guest = None
@@ -253,7 +253,7 @@ class Vm:
     # Life cycle of the machine
 
     def reboot(self) -> Guest:
-        """Makes the guest reboot itself, and waits until it is up again."""
+        """Reboots the guest, and returns it when its agent answers."""
         before = self.guest.boot_id
         mark = self.qmp.events_seen()
         self.guest.start("reboot -f")
@@ -264,7 +264,7 @@ class Vm:
         return guest
 
     def suspend(self) -> Guest:
-        """Suspends the guest to RAM, wakes it up and connects to its agent again.
+        """Suspends the guest to RAM, wakes it up, and returns it when its agent answers.
 
         QEMU tells the guest about each connection to the agent's port. While the guest resumes,
         such a message can crash virtio_console of Linux 6.12, and virtio_console of Linux 7.3 loses
@@ -301,7 +301,7 @@ class Vm:
         self._snapshot("snapshot-save", tag, seconds)
 
     def load(self, tag: str, seconds: float = 120) -> Guest:
-        """Loads a snapshot, as loadvm does, and resumes the guest."""
+        """Loads a snapshot, as loadvm does, resumes the guest, and returns it."""
         if self._guest:
             self._guest.close()
             self._guest = None

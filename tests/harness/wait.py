@@ -20,7 +20,7 @@ class WaitTimeout(HarnessError):
 
 
 def scaled(seconds: float) -> float:
-    """Scales a time-out in seconds; set TMEM_TIMEOUT_SCALE above 1 on a slow machine."""
+    """Returns a time-out in seconds, multiplied by TMEM_TIMEOUT_SCALE (for slow machines)."""
     return seconds * float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
 
 

@@ -44,14 +44,14 @@ def source(path: str) -> str:
     return place(path).read_text() if place(path).is_file() else ""
 
 
-def has(path: str, name: str, patterns: dict[str, str]) -> bool:
+def has_match(path: str, name: str, patterns: dict[str, str]) -> bool:
     pattern = patterns.get(Path(path).suffix)
     return bool(pattern and re.search(pattern.format(name), source(path), re.MULTILINE))
 
 
 def is_there(path: str, name: str) -> bool:
-    return has(path, name, DEFINITIONS)
+    return has_match(path, name, DEFINITIONS)
 
 
 def is_test(path: str, name: str) -> bool:
-    return has(path, name, TESTS) and (path.endswith(".rs") or name.startswith("test_"))
+    return has_match(path, name, TESTS) and (path.endswith(".rs") or name.startswith("test_"))

@@ -12,7 +12,7 @@ DRIVER = ROOT / "guest-driver"
 MOUNT = "mounts/<major:minor>"
 
 
-def documented() -> dict[str, str]:
+def documented_files() -> dict[str, str]:
     """Returns the description of each file in the table of guest-driver/sysfs.md."""
     rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", (DRIVER / "sysfs.md").read_text(), re.MULTILINE)
     assert len(dict(rows)) == len(rows), "a file has two rows in guest-driver/sysfs.md"
@@ -40,7 +40,7 @@ def attributes() -> set[str]:
 
 
 def test_sysfs_files_and_their_documentation_match() -> None:
-    files = documented()
+    files = documented_files()
     assert "puts" in counters() and "state" in attributes()
     # Directories, not files.
     files.pop(MOUNT)
@@ -55,6 +55,6 @@ def test_sysfs_files_and_their_documentation_match() -> None:
 
 
 def test_each_sysfs_file_has_its_own_description() -> None:
-    texts = list(documented().values())
+    texts = list(documented_files().values())
     assert all(len(text.split()) >= 4 for text in texts)
     assert len(set(texts)) == len(texts), "two sysfs files have the same description"

@@ -40,8 +40,8 @@ def test_the_guest_program_prints_all_phases() -> None:
     assert found["major_faults"] == 0
 
 
-def repetition(host_zram: float) -> Repetition:
-    def measured(factor: float) -> Measured:
+def make_repetition(host_zram: float) -> Repetition:
+    def make_measured(factor: float) -> Measured:
         out = dict.fromkeys(("host_mib", "host_zram_mib"), 1.0)
         for size in SIZES:
             for name in parse(OUTPUT):
@@ -50,7 +50,7 @@ def repetition(host_zram: float) -> Repetition:
             out[f"disk_read_mib_{size:g}"] = out[f"disk_write_mib_{size:g}"] = 0
         return out
 
-    return {arm: measured(host_zram if arm == HOST_ZRAM else 1.0) for arm in Eight.arms}
+    return {arm: make_measured(host_zram if arm == HOST_ZRAM else 1.0) for arm in Eight.arms}
 
 
 @pytest.mark.parametrize(("speed", "below"), [(0.94, True), (0.96, False), (2.0, False)])
@@ -58,7 +58,7 @@ def test_the_report_marks_sizes_at_which_host_zram_is_slower(
     tmp_path: Path, speed: float, below: bool
 ) -> None:
     results = Results(tmp_path / "swap.json", {})
-    results.add(Eight.key, {}, *[repetition(speed)] * 3)
+    results.add(Eight.key, {}, *[make_repetition(speed)] * 3)
     text = swap.report(results)
     assert f"{speed:.2f} (" in text
     assert ("below" in text) == below
@@ -81,4 +81,4 @@ def test_memory_counts_as_returned_only_when_it_is_nearly_all_back() -> None:
     wait.begin()
     wait.end()
     assert not left
-    assert wait.found("freed")["freed_s"] > 0
+    assert wait.figures("freed")["freed_s"] > 0

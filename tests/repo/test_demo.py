@@ -12,7 +12,7 @@ from harness.paths import HarnessError
 from harness.vm import MIB
 
 
-def measured(read: int, hits: int) -> demo.Measured:
+def make_measured(read: int, hits: int) -> demo.Measured:
     counters = {"hits": hits, "puts_eligible": 400, "puts_lost": 100, "puts_skipped_off": 0}
     return demo.Measured([1.0, 2.0, 3.0, 4.0], read, True, counters)
 
@@ -34,8 +34,8 @@ def test_demo_working_sets_share_most_of_their_files() -> None:
 
 
 def test_table_contains_both_vms() -> None:
-    plain = {name: measured(4 << 30, 0) for name in demo.NAMES}
-    tmem = {name: measured(1 << 30, 262144) for name in demo.NAMES}
+    plain = {name: make_measured(4 << 30, 0) for name in demo.NAMES}
+    tmem = {name: make_measured(1 << 30, 262144) for name in demo.NAMES}
     text = demo.summary(plain, tmem)
     assert "262,144 = 1.00 GiB" in text and "both with" in text and "DIFFER" not in text
     assert "25.0%" in text

@@ -81,7 +81,7 @@ def inlines(headers: list[str]) -> dict[str, set[str]]:
     return used
 
 
-def defined(text: str) -> set[str]:
+def definitions(text: str) -> set[str]:
     """Returns the functions and variables that a source defines for other files."""
     found = set(FUNCTION.findall(text)) | set(DEFINE.findall(text))
     for names in VARIABLES.findall(text):
@@ -91,7 +91,7 @@ def defined(text: str) -> set[str]:
 
 def uses(sources: dict[str, str], headers: list[str]) -> dict[str, dict[str, set[str]]]:
     """Returns for each file the other files that it uses, with the names."""
-    owner = {name: file for file, text in sources.items() for name in defined(text)}
+    owner = {name: file for file, text in sources.items() for name in definitions(text)}
     inline = inlines(headers)
     graph: dict[str, dict[str, set[str]]] = {}
     for file, text in sources.items():
@@ -119,7 +119,7 @@ def includes() -> dict[str, dict[str, set[str]]]:
     return graph
 
 
-def read(pattern: str) -> dict[str, str]:
+def read_sources(pattern: str) -> dict[str, str]:
     found = (
         path for directory in ("", "core/", "hooks/") for path in DRIVER.glob(directory + pattern)
     )
@@ -131,7 +131,7 @@ def read(pattern: str) -> dict[str, str]:
 
 
 def driver() -> dict[str, dict[str, set[str]]]:
-    return uses(read("*.c"), list(read("*.h").values()))
+    return uses(read_sources("*.c"), list(read_sources("*.h").values()))
 
 
 def layers() -> dict[str, int]:
@@ -184,5 +184,5 @@ def test_parser_finds_uses_between_driver_files() -> None:
     }
     header = "static inline int tmem_i(void)\n{\n\treturn tmem_j();\n}\n"
     header += "static inline int tmem_j(void)\n{\n\treturn tmem_n;\n}\n"
-    assert defined(sources["b"]) == {"tmem_f", "tmem_n", "tmem_m"}
+    assert definitions(sources["b"]) == {"tmem_f", "tmem_n", "tmem_m"}
     assert uses(sources, [header]) == {"a": {"b": {"tmem_f", "tmem_n"}}, "b": {}, "c": {}}

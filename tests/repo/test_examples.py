@@ -30,15 +30,15 @@ def yaml(path: Path) -> Any:
     return json.loads(run(PYTHON, "-c", program, str(path)))
 
 
-def installed(text: str) -> list[set[str]]:
+def installed_packages(text: str) -> list[set[str]]:
     """Returns the project's packages in each `apt install` or `apt-get install` of a text."""
     lines = re.findall(r"apt(?:-get)? install (.*?)(?:&&|$)", text, re.MULTILINE)
     ours = [set(re.findall(r"virtio-tmem-[a-z]+|linux-headers-\$\(uname -r\)", s)) for s in lines]
     return [packages for packages in ours if packages]
 
 
-def documented() -> list[set[str]]:
-    return installed((ROOT / "docs/install.md").read_text())
+def documented_packages() -> list[set[str]]:
+    return installed_packages((ROOT / "docs/install.md").read_text())
 
 
 def test_cloud_init_example_installs_the_documented_packages(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_cloud_init_example_installs_the_documented_packages(tmp_path: Path) -> 
     script = tmp_path / "script"
     script.write_text(file["content"])
     run("shellcheck", str(script))
-    (packages,) = installed(file["content"])
-    assert packages in documented()
+    (packages,) = installed_packages(file["content"])
+    assert packages in documented_packages()
     found = VERSION.search((ROOT / "debian/changelog").read_text())
     assert found and f"version={found[1]}\n" in file["content"]
     built = (ROOT / "debian/control").read_text()

@@ -40,17 +40,17 @@ def code(cell: str) -> str:
     return found[1]
 
 
-def joined(text: str) -> str:
+def join_literals(text: str) -> str:
     """Returns C source in which string literals that are split over lines are joined."""
     return re.sub(r'"\s*\n\s*"', "", text)
 
 
 def source(path: str) -> str:
-    return joined((DRIVER / path).read_text())
+    return join_literals((DRIVER / path).read_text())
 
 
 def all_sources() -> str:
-    return joined("\n".join(sources()))
+    return join_literals("\n".join(sources()))
 
 
 def kernels_of_source() -> list[served.Served]:
@@ -133,7 +133,7 @@ def test_quoted_messages_exist_in_the_driver() -> None:
         assert message in sources, f"no source of the driver has the message: {message}"
 
 
-def defined() -> dict[str, int]:
+def defined_numbers() -> dict[str, int]:
     """Returns the numbers that the driver's sources and the protocol's header define."""
     texts = [path.read_text() for path in (*DRIVER.glob("*.[ch]"), *DRIVER.glob("*/*.[ch]"))]
     texts.append((ROOT / "proto/virtio_tmem.h").read_text())
@@ -147,7 +147,7 @@ def defined() -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["memory", "time"])
 def test_bounds_in_the_readme_tables_match_the_source(name: str) -> None:
-    values = defined()
+    values = defined_numbers()
     stated: list[tuple[str, str]] = []
     for _, _, names in table(README, name):
         stated += re.findall(r"`(\w+)` (\d+)", names)
@@ -159,7 +159,7 @@ def test_bounds_in_the_readme_tables_match_the_source(name: str) -> None:
 
 
 def test_bounds_in_the_readme_text_match_the_source() -> None:
-    values = defined()
+    values = defined_numbers()
     stated = re.findall(r"\(`([A-Z]\w+)` (\d+)\)", README.read_text())
     assert len(stated) > 1
     assert all(values[what] == int(value) for what, value in stated)
@@ -190,7 +190,7 @@ def parameters() -> dict[str, tuple[str, bool]]:
 def test_parameter_table_matches_the_source() -> None:
     rows = table(README, "parameters")
     assert {code(row[0]): (row[3], row[4] == "yes") for row in rows} == parameters()
-    values = defined()
+    values = defined_numbers()
     for row in rows:
         upper = values.get(f"{code(row[0]).upper()}_MAX")
         if upper is not None:

@@ -182,7 +182,7 @@ def test_packages_contain_the_files_of_the_build(packages: Path) -> None:
     assert len([name for name in command if name.endswith(unit)]) == 1
 
 
-def scripts(packages: Path, directory: Path) -> Path:
+def extract_scripts(packages: Path, directory: Path) -> Path:
     (package,) = packages.glob("virtio-tmem-dkms_*.deb")
     run("dpkg-deb", "-e", str(package), f"{directory}/control")
     return directory / "control"
@@ -190,7 +190,7 @@ def scripts(packages: Path, directory: Path) -> Path:
 
 @pytest.mark.parametrize("script", ["postinst", "prerm"])
 def test_package_scripts_contain_the_version(packages: Path, tmp_path: Path, script: str) -> None:
-    text = (scripts(packages, tmp_path) / script).read_text()
+    text = (extract_scripts(packages, tmp_path) / script).read_text()
     assert version() in text
     assert "#MODULE_VERSION#" not in text and "#DEBHELPER#" not in text
 
@@ -200,7 +200,7 @@ def test_package_installation_warns_if_dkms_built_no_module(
     packages: Path, tmp_path: Path, built: bool
 ) -> None:
     """If DKMS built no module, the installation warns and names the package of kernel headers."""
-    postinst = (scripts(packages, tmp_path) / "postinst").read_text()
+    postinst = (extract_scripts(packages, tmp_path) / "postinst").read_text()
     # Run only the project's part of the script: the part that dh-dkms adds would build the module
     # on this machine.
     own = "#!/bin/sh\nset -e\n" + postinst.split("# End automatically added section\n")[-1]

@@ -68,7 +68,7 @@ def test_results_measured_with_other_settings_are_refused(tmp_path: Path) -> Non
     assert Results(path, {"tmemd": "b"}, fresh=True).repetitions("stream") == []
 
 
-def rivals(host: type, of: dict[str, float]) -> dict[str, Any]:
+def make_rivals_results(host: type, of: dict[str, float]) -> dict[str, Any]:
     one = {
         arm: {
             "disk_mib": of.get(arm, 100.0),
@@ -84,10 +84,11 @@ def rivals(host: type, of: dict[str, float]) -> dict[str, Any]:
 
 
 def test_report_names_a_rival_that_uses_fewer_host_bytes() -> None:
-    found = rivals(Native, {POOL: 20.0})
-    assert [text.partition(" at ")[0] for text in report.unequal(report.comparisons(found))] == [
-        "more RAM for the guests"
-    ]
+    found = make_rivals_results(Native, {POOL: 20.0})
+    assert [
+        text.partition(" at ")[0]
+        for text in report.arms_with_fewer_bytes(report.comparisons(found))
+    ] == ["more RAM for the guests"]
     assert {arm: value.value for arm, value, _ in report.rival_estimates(found)}[RAM] == 5
     assert report.winners(found)[0].startswith(
         "90% common, only reads: fewest disk reads with this project"
@@ -96,10 +97,13 @@ def test_report_names_a_rival_that_uses_fewer_host_bytes() -> None:
 
 def test_ksm_is_compared_in_qemu_and_shown_beside_native_guests() -> None:
     assert Rivals(0.9, Qemu).arms == (POOL, RAM, KSM)
-    native, qemu = rivals(Native, {POOL: 20.0}), rivals(Qemu, {POOL: 20.0, KSM: 70.0})
+    native, qemu = (
+        make_rivals_results(Native, {POOL: 20.0}),
+        make_rivals_results(Qemu, {POOL: 20.0, KSM: 70.0}),
+    )
     assert KSM not in native["parts"]["rivals_90"]["repetitions"][0]
     assert {row[0]: row[4] for row in report.rows(qemu)}["`equal_bytes_vs_ksm`"] == report.MET
-    assert "equal_bytes_vs_ksm" in report.beside(native, qemu)
+    assert "equal_bytes_vs_ksm" in report.comparison_table(native, qemu)
     assert "were 3.50" in " ".join(report.page(native, qemu).split())
     assert "were 3.50" not in " ".join(report.page(native, None).split())
 
@@ -194,7 +198,7 @@ def test_results_of_a_part_with_wrong_bytes_are_not_saved(
     assert measure(results, Part(wrong=False), monkeypatch) == []
 
 
-def partial(*keys: str) -> dict[str, Any]:
+def make_partial_results(*keys: str) -> dict[str, Any]:
     """Returns benchmark results that contain only the given parts. Each figure is 2.0."""
     figures = dict.fromkeys(
         ("seconds", "tps", "p99_us", "guest_cpu_s", "disk_mib", "disk_mib_writes", "seconds_writes",
@@ -216,7 +220,7 @@ def partial(*keys: str) -> dict[str, Any]:
 def test_page_shows_exactly_the_plots_that_were_written(keys: list[str], tmp_path: Path) -> None:
     (tmp_path / "docs/benchmarks").mkdir(parents=True)
     page = tmp_path / "docs/benchmarks/proof.md"
-    found = partial(*keys)
+    found = make_partial_results(*keys)
     report.write_page(found, None, page)
     assert report.text(found)
     images = {path.name for path in (tmp_path / "docs/images").glob("*")}
@@ -225,7 +229,7 @@ def test_page_shows_exactly_the_plots_that_were_written(keys: list[str], tmp_pat
 
 @pytest.mark.parametrize("counter", ["misses_late", "misses_tripped"])
 def test_one_late_page_of_the_victim_vm_misses_its_target(counter: str) -> None:
-    found = partial("victim")
+    found = make_partial_results("victim")
     found["parts"]["victim"]["repetitions"][0][WITH][counter] = 1.0
     rows = {row[0]: row for row in report.rows(found)}
     assert rows["`victim_late_pages`"][4] == report.MISSED

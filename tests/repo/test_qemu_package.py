@@ -14,7 +14,7 @@ QEMU = ROOT / "qemu-dev"
 PROGRAM = "/usr/bin/qemu-system-x86_64-tmem"
 
 
-def needed() -> dict[str, set[str]]:
+def needed_packages() -> dict[str, set[str]]:
     """Returns the packages of each section of apt-packages."""
     sections: dict[str, set[str]] = {"": set()}
     section = ""
@@ -31,7 +31,7 @@ def test_package_build_dependencies_are_those_of_the_full_build() -> None:
     control = (QEMU / "debian/control").read_text()
     field = control.split("Build-Depends:\n", 1)[1].split("\n\n", 1)[0]
     build = set(re.findall(r"^ ([\w.+-]+)", field, re.MULTILINE))
-    sections = needed()
+    sections = needed_packages()
     libraries = {name for name in sections[""] if name.endswith("-dev")} | sections["--full"]
     # A source package does not name libc6-dev, because every Debian build has it (build-essential).
     assert libraries - {"libc6-dev"} == {name for name in build if name.endswith("-dev")}

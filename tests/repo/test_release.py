@@ -36,7 +36,7 @@ def run_checked(*command: str | Path, **environment: str) -> str:
 
 
 def copy_version_files(directory: Path) -> Path:
-    """Copies the files that name the version."""
+    """Copies the files that name the version, and returns the copy of packaging/version."""
     for name in NAMING:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, directory / name)
@@ -107,7 +107,7 @@ def test_source_tree_script_copies_no_untracked_files(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Generates a key in a directory with a short path, as gpg-agent's socket there needs."""
+    """Yields the environment of a new key. Its directory has a short path, as gpg-agent needs."""
     home = Path("/tmp") / f"gpg-{os.getpid()}"
     home.mkdir(mode=0o700)
     environment = {"GNUPGHOME": str(home)}

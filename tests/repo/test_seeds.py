@@ -17,7 +17,7 @@ from bench.vm.workloads import WITH, WITHOUT
 from harness.paths import HarnessError
 
 
-def results(values: dict[str, float]) -> dict[str, Any]:
+def make_results(values: dict[str, float]) -> dict[str, Any]:
     """Returns results in which all figures of an arm have the same value."""
     parts = {}
     for key, make in MAKE.items():
@@ -35,7 +35,7 @@ def results(values: dict[str, float]) -> dict[str, Any]:
 
 
 def test_gain_is_above_one_for_less_time_and_for_more_transactions() -> None:
-    found = results({WITHOUT: 6.0, WITH: 2.0, MORE: 12.0})
+    found = make_results({WITHOUT: 6.0, WITH: 2.0, MORE: 12.0})
     rows = {row[0]: row for row in seeds_report.rows(found)[1:]}
     read, oltp = (
         next(row for name, row in rows.items() if text in name)
@@ -48,7 +48,7 @@ def test_gain_is_above_one_for_less_time_and_for_more_transactions() -> None:
 
 def test_each_part_has_a_gain_and_each_missed_target_a_cause() -> None:
     assert {gain.part for gain in GAINS} == set(MAKE)
-    found = results({WITHOUT: 6.0, WITH: 6.0, MORE: 6.0})
+    found = make_results({WITHOUT: 6.0, WITH: 6.0, MORE: 6.0})
     missed = [gain for gain in GAINS if gain.target]
     assert len(seeds_report.causes(found)) == len(missed) > 0
     page = seeds_report.page(found)
@@ -58,7 +58,7 @@ def test_each_part_has_a_gain_and_each_missed_target_a_cause() -> None:
 
 
 def test_page_names_the_experiments_that_were_not_measured() -> None:
-    found = results({WITHOUT: 6.0, WITH: 2.0, MORE: 2.0})
+    found = make_results({WITHOUT: 6.0, WITH: 2.0, MORE: 2.0})
     assert "were not measured" not in seeds_report.page(found)
     del found["parts"]["iozone_500"], found["parts"]["mariadb_rw"]
     missing = [gain.experiment for gain in GAINS if gain.part in ("iozone_500", "mariadb_rw")]
@@ -77,7 +77,7 @@ def test_rate_is_read_from_the_output_of_both_benchmarks() -> None:
 def test_plot_has_each_repeated_experiment_with_a_published_gain(
     keys: list[str], tmp_path: Path
 ) -> None:
-    found = results({WITHOUT: 6.0, WITH: 2.0, MORE: 2.0})
+    found = make_results({WITHOUT: 6.0, WITH: 2.0, MORE: 2.0})
     found["parts"] = {key: found["parts"][key] for key in keys}
     page = tmp_path / "docs/benchmarks/seeds.md"
     page.parent.mkdir(parents=True)

@@ -115,7 +115,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     host.write("etc/probe", probe())
     try:
         host.start()
-        host.expect("systemd-sysusers", "/etc/sysusers.d/virtio-tmem.conf")
+        host.run_checked("systemd-sysusers", "/etc/sysusers.d/virtio-tmem.conf")
         yield host
     finally:
         host.stop()
@@ -123,7 +123,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
 
 @pytest.fixture
 def daemon(host: Systemd) -> Iterator[Daemon]:
-    """Starts the daemon's unit, which an earlier test may have stopped."""
+    """Starts the daemon's unit, which an earlier test may have stopped, and yields the daemon."""
     done = host.run("systemctl", "start", UNIT)
     assert done.returncode == 0, done.stdout + tail(host.path("/run/tmemd.log"))
     yield Daemon(host.path(RUN), [])
@@ -136,15 +136,15 @@ def main_pid(host: Systemd) -> int:
 
 
 def status(host: Systemd) -> dict[str, str]:
-    text = host.expect("cat", f"/proc/{main_pid(host)}/status")
+    text = host.run_checked("cat", f"/proc/{main_pid(host)}/status")
     return dict(re.findall(r"^(\w+):\s*(.*)$", text, re.MULTILINE))
 
 
-def end(host: Systemd, number: signal.Signals) -> None:
-    host.expect("systemctl", "kill", f"--signal={number.name}", "--kill-who=main", UNIT)
+def signal_daemon(host: Systemd, number: signal.Signals) -> None:
+    host.run_checked("systemctl", "kill", f"--signal={number.name}", "--kill-who=main", UNIT)
 
 
-def restarted(host: Systemd, old: int, seconds: float) -> float:
+def wait_until_restarted(host: Systemd, old: int, seconds: float) -> float:
     """Waits until a daemon with another pid than `old` serves. Returns the seconds that it took."""
     begun = time.monotonic()
 
@@ -160,8 +160,8 @@ def test_systemctl_start_returns_when_the_daemon_accepts_connections(
     host: Systemd, daemon: Daemon
 ) -> None:
     """`systemctl start` returns when the daemon's sockets exist, because of Type=notify."""
-    host.expect("systemctl", "stop", UNIT)
-    host.expect("systemctl", "start", UNIT)
+    host.run_checked("systemctl", "stop", UNIT)
+    host.run_checked("systemctl", "start", UNIT)
     assert daemon.control.is_socket()
     assert daemon.stats()["pool"]["size_bytes"] == 64 << 20
     assert host.show(UNIT, "ActiveState") == "active"
@@ -177,8 +177,8 @@ def test_systemctl_start_returns_when_the_daemon_accepts_connections(
 
 
 def test_daemon_has_only_the_privileges_of_its_unit(host: Systemd, daemon: Daemon) -> None:
-    user = host.expect("id", "--user", "virtio-tmem")
-    group = host.expect("id", "--group", "virtio-tmem")
+    user = host.run_checked("id", "--user", "virtio-tmem")
+    group = host.run_checked("id", "--group", "virtio-tmem")
     found = status(host)
     assert set(found["Uid"].split()) == {user} and set(found["Gid"].split()) == {group}
     wanted = 1 << CAPABILITIES["chown"] | 1 << CAPABILITIES["fowner"]
@@ -197,16 +197,16 @@ def test_daemon_has_only_the_privileges_of_its_unit(host: Systemd, daemon: Daemo
     assert daemon.control.stat().st_mode & 0o777 == 0o660
     pid = main_pid(host)
     # The daemon's network and mount namespaces differ from systemd's.
-    assert host.expect("readlink", f"/proc/{pid}/ns/net") != host.expect(
+    assert host.run_checked("readlink", f"/proc/{pid}/ns/net") != host.run_checked(
         "readlink", "/proc/1/ns/net"
     )
-    mounts = host.expect("cat", f"/proc/{pid}/mountinfo").splitlines()
+    mounts = host.run_checked("cat", f"/proc/{pid}/mountinfo").splitlines()
     writable = {m.split()[4] for m in mounts if m.split()[5].startswith("rw")}
     assert RUN in writable and not writable & {"/", "/usr/bin", "/home", "/root"}
-    limits = host.expect("cat", f"/proc/{pid}/limits")
+    limits = host.run_checked("cat", f"/proc/{pid}/limits")
     assert re.search(r"Max core file size +0 +0 ", limits)
     # The test checks the daemon's limits only if process 1, this systemd, may raise limits.
-    own = host.expect("grep", "CapEff", "/proc/1/status").split()[1]
+    own = host.run_checked("grep", "CapEff", "/proc/1/status").split()[1]
     if int(own, 16) & 1 << CAPABILITIES["sys_resource"]:
         assert re.search(r"Max locked memory +unlimited +unlimited ", limits)
         assert re.search(r"Max open files +65536 +65536 ", limits)
@@ -215,16 +215,16 @@ def test_daemon_has_only_the_privileges_of_its_unit(host: Systemd, daemon: Daemo
 def test_daemon_is_the_first_victim_of_the_oom_killer(host: Systemd, daemon: Daemon) -> None:
     """The kernel prefers the daemon, and systemd starts it again after the kernel has ended it."""
     old = main_pid(host)
-    assert host.expect("cat", f"/proc/{old}/oom_score_adj") == "900"
+    assert host.run_checked("cat", f"/proc/{old}/oom_score_adj") == "900"
     assert host.show(UNIT, "OOMPolicy") == "continue"
     # The score of a process whose memory is a part p of the host's is 2/3 * (1000 + 1000 p), and
     # the adjustment is added to 1000 p. A VM has a higher score only with more than 90 % of the
     # host's memory.
-    score = int(host.expect("cat", f"/proc/{old}/oom_score"))
+    score = int(host.run_checked("cat", f"/proc/{old}/oom_score"))
     assert score >= (1000 + 900) * 2 // 3, score
-    end(host, signal.SIGKILL)
-    restarted(host, old, OWN_SECONDS)
-    assert host.expect("cat", f"/proc/{main_pid(host)}/oom_score_adj") == "900"
+    signal_daemon(host, signal.SIGKILL)
+    wait_until_restarted(host, old, OWN_SECONDS)
+    assert host.run_checked("cat", f"/proc/{main_pid(host)}/oom_score_adj") == "900"
 
 
 def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon) -> None:
@@ -234,12 +234,12 @@ def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon)
     with socket.socket(socket.AF_UNIX) as bus:
         bus.bind(str(directory / "system_bus_socket"))
         (directory / "system_bus_socket").chmod(0o666)
-        host.expect("systemctl", "restart", UNIT)
+        host.run_checked("systemctl", "restart", UNIT)
         sockets = ["find", "/run", "-type", "s"]
-        there = set(host.expect(*sockets).splitlines())
+        there = set(host.run_checked(*sockets).splitlines())
         assert {"/run/dbus/system_bus_socket", f"{RUN}/control"} <= there
         enter = ["nsenter", "--target", str(main_pid(host)), "--mount", "--root"]
-        seen = set(host.expect(*enter, *sockets).splitlines())
+        seen = set(host.run_checked(*enter, *sockets).splitlines())
         others = {
             path for path in seen if not re.match(f"{RUN}/|/run/systemd/(notify$|journal/)", path)
         }
@@ -258,8 +258,8 @@ def test_systemd_replaces_a_hung_daemon(host: Systemd, daemon: Daemon) -> None:
     # A daemon that runs normally is not restarted.
     time.sleep(WATCHDOG_SECONDS + 1)
     assert main_pid(host) == old
-    end(host, signal.SIGSTOP)
-    took = restarted(host, old, 2 * WATCHDOG_SECONDS + OWN_SECONDS)
+    signal_daemon(host, signal.SIGSTOP)
+    took = wait_until_restarted(host, old, 2 * WATCHDOG_SECONDS + OWN_SECONDS)
     print(f"{took:.2f} s from SIGSTOP until the next daemon serves")
     assert WATCHDOG_SECONDS / 2 < took < WATCHDOG_SECONDS + scaled(OWN_SECONDS)
     assert int(host.show(UNIT, "NRestarts")) == before + 1
@@ -276,8 +276,8 @@ def test_systemd_restarts_a_killed_daemon_with_its_vms(
     # Restart more often than systemd allows by default: the unit has no limit of restarts.
     for _ in range(6):
         old, inode = main_pid(host), socket.stat().st_ino
-        end(host, number)
-        restarted(host, old, OWN_SECONDS)
+        signal_daemon(host, number)
+        wait_until_restarted(host, old, OWN_SECONDS)
         assert socket.stat().st_uid == socket.stat().st_gid == QEMU_USER
         assert socket.stat().st_ino != inode, (
             "the socket was not created again, so nothing listens at it"
@@ -291,7 +291,7 @@ def test_systemd_does_not_restart_the_daemon_again_and_again(host: Systemd, daem
     """After an error of the configuration or of an option, systemd does not start the daemon again.
     After another failed start, it starts the daemon a few times a minute, until a start succeeds.
     """
-    host.expect("systemctl", "stop", UNIT)
+    host.run_checked("systemctl", "stop", UNIT)
     path = host.path(CONFIG)
     text = path.read_text()
     units = host.path("/etc/systemd/system")
@@ -315,8 +315,8 @@ def test_systemd_does_not_restart_the_daemon_again_and_again(host: Systemd, daem
             other.bind(str(taken))
             taken.chmod(0o666)
             other.listen()
-            host.expect("systemctl", "daemon-reload")
-            host.expect("systemctl", "start", "--no-block", UNIT, *others)
+            host.run_checked("systemctl", "daemon-reload")
+            host.run_checked("systemctl", "start", "--no-block", UNIT, *others)
             # The test measures what happens in this time, so it cannot wait for an event.
             time.sleep(STORM_SECONDS)
             restarts = {name: int(host.show(name, "NRestarts")) for name in [UNIT, *others]}
@@ -342,9 +342,9 @@ def test_systemd_does_not_restart_the_daemon_again_and_again(host: Systemd, daem
             (units / name).unlink()
         good.unlink()
         path.write_text(text)
-        host.expect("systemctl", "daemon-reload")
+        host.run_checked("systemctl", "daemon-reload")
         host.run("systemctl", "reset-failed")
-    host.expect("systemctl", "start", UNIT)
+    host.run_checked("systemctl", "start", UNIT)
 
 
 def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daemon) -> None:
@@ -356,7 +356,7 @@ def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daem
     path, names = host.path(CONFIG), host.path("/etc/sysusers.d/given.conf")
     text = path.read_text()
     names.write_text("g tmem-admin -\ng tmem-metrics -\nu qemu - QEMU\n")
-    host.expect("systemd-sysusers", "/etc/sysusers.d/given.conf")
+    host.run_checked("systemd-sysusers", "/etc/sysusers.d/given.conf")
     given = (
         f'{text}control_group = "tmem-admin"\n'
         f'control_read_only = "{RUN}/control-ro"\ncontrol_read_only_group = "tmem-metrics"\n'
@@ -364,16 +364,16 @@ def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daem
     )
     try:
         path.write_text(given)
-        host.expect("systemctl", "restart", UNIT)
+        host.run_checked("systemctl", "restart", UNIT)
         old = main_pid(host)
         for name, whose in [
             ("control", "virtio-tmem tmem-admin 660"),
             ("control-ro", "virtio-tmem tmem-metrics 660"),
             ("own.sock", "qemu virtio-tmem 660"),
         ]:
-            assert host.expect("stat", "--format=%U %G %a", f"{RUN}/{name}") == whose
+            assert host.run_checked("stat", "--format=%U %G %a", f"{RUN}/{name}") == whose
         path.write_text(given.replace("64MiB", "48MiB"))
-        host.expect("systemctl", "reload", UNIT)
+        host.run_checked("systemctl", "reload", UNIT)
         until(
             lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20,
             10,
@@ -382,7 +382,7 @@ def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daem
         assert main_pid(host) == old
     finally:
         path.write_text(text)
-        host.expect("systemctl", "restart", UNIT)
+        host.run_checked("systemctl", "restart", UNIT)
 
 
 def test_delay_of_restarts_grows_where_systemd_supports_it() -> None:
@@ -395,7 +395,7 @@ def test_delay_of_restarts_grows_where_systemd_supports_it() -> None:
 def test_systemd_does_not_restart_a_daemon_that_it_stopped(host: Systemd, daemon: Daemon) -> None:
     """After `systemctl stop`, the daemon ends with success, and systemd does not restart it."""
     begun = time.monotonic()
-    host.expect("systemctl", "stop", UNIT)
+    host.run_checked("systemctl", "stop", UNIT)
     assert time.monotonic() - begun < scaled(OWN_SECONDS)
     assert host.show(UNIT, "ActiveState") == "inactive"
     assert host.show(UNIT, "Result") == "success"
@@ -405,7 +405,7 @@ def test_systemd_does_not_restart_a_daemon_that_it_stopped(host: Systemd, daemon
 def test_sandbox_of_autosize_permits_only_what_the_service_needs(host: Systemd) -> None:
     for path in READ_ONLY[2:]:
         assert host.path(path).exists()
-    host.expect("systemctl", "start", AUTOSIZE_UNIT)
+    host.run_checked("systemctl", "start", AUTOSIZE_UNIT)
     until(
         lambda: host.show(AUTOSIZE_UNIT, "ActiveState") != "active", OWN_SECONDS, "the probe ends"
     )
@@ -421,7 +421,7 @@ def test_sandbox_of_autosize_permits_only_what_the_service_needs(host: Systemd) 
     assert set(re.findall(r"^can write (\S+)$", text, re.MULTILINE)) == wanted, text
     found = dict(re.findall(r"^(\w+):\s*(\w+)$", text, re.MULTILINE))
     # Process 1, this systemd, may lack the capability in a container.
-    own = host.expect("grep", "CapEff", "/proc/1/status").split()[1]
+    own = host.run_checked("grep", "CapEff", "/proc/1/status").split()[1]
     resource = int(own, 16) & 1 << CAPABILITIES["sys_resource"]
     assert int(found["CapEff"], 16) == int(found["CapBnd"], 16) == resource, text
     assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2"), text

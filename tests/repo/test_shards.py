@@ -19,7 +19,7 @@ import shards
 COVERED = ("debian/", "guest-driver/", "host-daemon/", "packaging/", "qemu-dev/", "tests/vm/")
 
 
-def tracked() -> list[str]:
+def tracked_files() -> list[str]:
     """Returns the paths of all files in git."""
     command = ["git", "ls-files"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -34,7 +34,7 @@ def test_each_file_of_vm_tests_is_in_one_table() -> None:
 
 
 def test_each_path_of_a_shard_exists() -> None:
-    files = tracked()
+    files = tracked_files()
     for name, shard in shards.SHARDS.items():
         for prefix in shard.paths:
             assert any(file.startswith(prefix) for file in files), f"{name}: {prefix}"
@@ -43,7 +43,7 @@ def test_each_path_of_a_shard_exists() -> None:
 @pytest.mark.parametrize("directory", COVERED)
 def test_each_file_of_the_product_is_covered_by_a_shard_of_ci(directory: str) -> None:
     names = [name for name, shard in shards.SHARDS.items() if shard.ci]
-    for file in tracked():
+    for file in tracked_files():
         if file.startswith(directory) and not file.endswith(".md"):
             assert any(shards.covers(name, [file]) for name in names), file
 

@@ -13,7 +13,7 @@ from bench.vm import sizes
 from bench.vm.rivals import NONE, POOL, RAM
 
 
-def measured(*keys: str) -> dict[str, Any]:
+def make_results(*keys: str) -> dict[str, Any]:
     """Returns results of `sizes`: rivals read 100 MiB, ours 200 MiB minus the size of the pool."""
     parts = {}
     for key in keys:
@@ -33,7 +33,7 @@ def measured(*keys: str) -> dict[str, Any]:
 
 
 def test_sizes_compare_the_pool_with_its_best_rival_at_each_size() -> None:
-    found = measured("pool_none", "pool_40", "pool_160")
+    found = make_results("pool_none", "pool_40", "pool_160")
     assert sizes.summary(found) == (
         "With a pool of 40 and 160 MiB, the guests read 1.60 and 0.40 times as much from their "
         "disks as with the rival that reads least. They took 1.50 and 1.50 times as long as with "
@@ -58,6 +58,6 @@ def test_each_size_has_its_pool_and_only_one_part_has_no_pool() -> None:
 def test_page_of_sizes_shows_the_plot_that_was_written(keys: list[str], tmp_path: Path) -> None:
     page = tmp_path / "docs/benchmarks/sizes.md"
     page.parent.mkdir(parents=True)
-    sizes.write_page(measured(*keys), page)
+    sizes.write_page(make_results(*keys), page)
     images = {path.name for path in (tmp_path / "docs/images").iterdir()}
     assert images == set(re.findall(r"images/([\w-]+\.svg)", page.read_text()))

@@ -135,7 +135,10 @@ def driver_guest(
     fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
     **more: Any,
 ) -> Guest:
-    """Boots a VM, loads the driver and waits until it caches. Without `tmem`, starts a daemon."""
+    """Boots a VM, loads the driver, and returns the guest when the driver caches files.
+
+    Without `tmem`, also starts a daemon.
+    """
     if tmem is None:
         # With retained pages, the driver could find the fault of a removed check first, and block
         # the mount before the test finds a wrong byte.
@@ -183,10 +186,11 @@ def is_on(guest: Guest) -> bool:
 
 
 def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> str:
-    """Waits until the driver's state begins with `begins`; the error shows the actual state.
+    """Waits until the driver's state begins with `begins`, and returns the state.
 
-    A poisoned driver never leaves that state, so the wait for another state then fails at once. The
-    wait for "on" fails if the driver has found a wrong page and blocks its mount.
+    The message of an error has the state. A poisoned driver never leaves that state, so the wait
+    for another state then fails at once. The wait for "on" fails if the driver has found a wrong
+    page and blocks its mount.
     """
     last = ""
 
@@ -269,8 +273,8 @@ def limit_index(guest: Guest, limit: int) -> int:
     return table
 
 
-def kept(counters: dict[str, int]) -> int:
-    """Returns the number of evicted pages that the driver put or, if it had retained them, held.
+def kept_pages(counters: dict[str, int]) -> int:
+    """Returns the number of evicted pages that the driver has put or referred to by a REF.
 
     With retain=on, a page that is evicted again unchanged is not put again.
     """
@@ -312,7 +316,7 @@ def checksums(guest: Guest, files: list[str], seconds: float = 120) -> dict[str,
     return {path: digest for digest, path in (line.split() for line in lines)}
 
 
-def verdict(guest: Guest, command: str, status: int, text: str) -> dict[str, int]:
+def check_result(guest: Guest, command: str, status: int, text: str) -> dict[str, int]:
     """Returns the numbers of the last line that the torture program printed.
 
     Raises if the program found a wrong byte (`status` is not 0).
@@ -353,7 +357,7 @@ class LastingTorture:
         guest.sh(f"rm -f {self.STATUS} {self.ENOUGH}")
         guest.sh(f"setsid sh {self.SCRIPT} </dev/null >/dev/null 2>&1 &")
 
-    def ended(self, guest: Guest) -> bool:
+    def has_ended(self, guest: Guest) -> bool:
         """Returns whether the runs have ended.
 
         Before finish() they end only because of a wrong byte or another failure.
@@ -361,11 +365,14 @@ class LastingTorture:
         return guest.run(f"[ -s {self.STATUS} ]").status == 0
 
     def finish(self, guest: Guest, seconds: float = 300) -> dict[str, int]:
-        """Waits for the end of the current run, and raises if any run found a wrong byte."""
+        """Waits for the end of the current run, and returns the numbers of its last line.
+
+        Raises if any run found a wrong byte.
+        """
         guest.sh(f"touch {self.ENOUGH}")
-        until(lambda: self.ended(guest), seconds, "the torture program ends")
+        until(lambda: self.has_ended(guest), seconds, "the torture program ends")
         text = guest.get(self.OUTPUT).decode(errors="replace")
-        return verdict(guest, self.command, int(guest.read(self.STATUS)), text)
+        return check_result(guest, self.command, int(guest.read(self.STATUS)), text)
 
 
 class Torture:
@@ -384,9 +391,9 @@ class Torture:
         Raises if the program found a wrong byte.
         """
         done = self.job.wait()
-        return verdict(self.guest, self.command, done.status, done.text)
+        return check_result(self.guest, self.command, done.status, done.text)
 
-    def must_mismatch(self) -> str:
+    def expect_mismatch(self) -> str:
         """Waits for the end of the run, which must find a wrong byte, and returns its output."""
         done = self.job.wait()
         assert done.status == 1, (

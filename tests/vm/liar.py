@@ -180,11 +180,11 @@ class Liar:
         if self._error:
             raise self._error
 
-    def waiting(self) -> int:
+    def waiting_requests(self) -> int:
         """Returns the number of requests that have arrived and are not answered yet."""
         return sum(len(ring.arrived) for ring in self._rings)
 
-    def waiting_control(self) -> Counter[int]:
+    def waiting_control_requests(self) -> Counter[int]:
         """Returns the number of waiting control requests of each type.
 
         The device must be silent, so that it answers none of them meanwhile.
@@ -194,7 +194,7 @@ class Liar:
         kinds: Counter[int] = Counter()
         for number in range((self._u16(available + 2)[0] - ring.next) & 0xFFFF):
             place = available + 4 + (ring.next + number) % ring.size * 2
-            chain = self._chain(descriptors, self._u16(place)[0])
+            chain = self._read_chain(descriptors, self._u16(place)[0])
             kinds[REQUEST.unpack_from(chain.readable)[1]] += 1
         return kinds
 
@@ -243,10 +243,10 @@ class Liar:
                 for number in ready:
                     if number != connection.fileno():
                         os.eventfd_read(number)
-                if connection.fileno() in ready and not self._message(connection):
+                if connection.fileno() in ready and not self._handle_message(connection):
                     return
                 for ring in self._rings:
-                    self._work(ring)
+                    self._serve_ring(ring)
         except (ConnectionError, BrokenPipeError):
             pass  # QEMU ended or was reset; the next connection starts again
         finally:
@@ -264,7 +264,7 @@ class Liar:
         self._generation = int.from_bytes(os.urandom(8), "little") | 1
         self._pages = {}
 
-    def _message(self, connection: socket.socket) -> bool:
+    def _handle_message(self, connection: socket.socket) -> bool:
         data, ancillary, _, _ = connection.recvmsg(HEADER.size, socket.CMSG_SPACE(64 * 4))
         fds = array.array("i")
         for _, _, content in ancillary:
@@ -352,7 +352,7 @@ class Liar:
         """
         return self._memory(address, 2, user=True).cast("H")
 
-    def _work(self, ring: Ring) -> None:
+    def _serve_ring(self, ring: Ring) -> None:
         if not ring.enabled or ring.kick < 0:
             return
         descriptors, used, available = ring.addresses
@@ -371,7 +371,7 @@ class Liar:
             numbers.reverse()
         for number in numbers:
             place = available + 4 + number % ring.size * 2
-            chain = self._chain(descriptors, self._u16(place)[0])
+            chain = self._read_chain(descriptors, self._u16(place)[0])
             kind = REQUEST.unpack_from(chain.readable)[1]
             if (kind, self.lie) in ((T_GET, "late"), (T_REF, "ref-late")) or kind in self.silent:
                 break
@@ -405,7 +405,7 @@ class Liar:
         probe = kind == T_GET and self.quick_probes and not any(cookie)
         return 0.0 if probe else self.delay_seconds
 
-    def _chain(self, table: int, head: int) -> Chain:
+    def _read_chain(self, table: int, head: int) -> Chain:
         descriptor = DESCRIPTOR.unpack(self._memory(table + head * 16, 16, user=True))
         user, number = True, head
         chain = Chain(head, b"")
@@ -453,7 +453,7 @@ class Liar:
         if kind == T_POOL_DESTROY:
             self._pages = {key: page for key, page in self._pages.items() if key[0] != pool}
         if kind == T_POOL_CREATE and lie in LIES_OF_POOLS:
-            return self._pool(chain, lie)
+            return self._answer_pool(chain, lie)
         if kind == T_GENERATION:
             return self._tell_generation(chain, lie)
         flags = int.from_bytes(body[:4], "little") if kind == T_POOL_CREATE else 0
@@ -480,7 +480,7 @@ class Liar:
             self._write(chain, bytes([status]) + bytes(7) + struct.pack("<Q", generation))
         return {"generation-short": 15, "generation-long": 17}.get(lie, 16)
 
-    def _pool(self, chain: Chain, lie: str) -> int:
+    def _answer_pool(self, chain: Chain, lie: str) -> int:
         self.lies_told += 1
         status = {"pool-status": UNKNOWN_STATUS, "pool-stale": STALE, "pool-limit": LIMIT}
         if lie != "pool-silent":

@@ -48,16 +48,16 @@ class Progress:
         self.hits = 0
         self._next = self.start + PROGRESS_SECONDS
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return time.monotonic() >= self.end
 
     def tick(self, doing: str) -> None:
         if time.monotonic() < self._next:
             return
         self._next += PROGRESS_SECONDS
-        self.line(doing)
+        self.print_line(doing)
 
-    def line(self, doing: str) -> None:
+    def print_line(self, doing: str) -> None:
         gone, whole = time.monotonic() - self.start, self.end - self.start
         print(
             f"long: {gone / 60:.0f} of {whole / 60:.0f} min, {self.runs} runs, "
@@ -93,7 +93,7 @@ def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
             yield f"--seed={generator.getrandbits(32)} --scenario={scenario} {arguments}"
 
 
-def mountable(kernel: kernels.Kernel, name: str) -> bool:
+def can_mount(kernel: kernels.Kernel, name: str) -> bool:
     """Returns whether the kernel can mount this file system.
 
     An xfs that allows XFS_IOC_EXCHANGE_RANGE needs Linux 6.10.
@@ -102,7 +102,7 @@ def mountable(kernel: kernels.Kernel, name: str) -> bool:
     return not disk.FILE_SYSTEMS[name].exchange or series >= (6, 10)
 
 
-def turn(
+def run_turn(
     kernel: kernels.Kernel,
     name: str,
     parameters: str,
@@ -117,7 +117,7 @@ def turn(
         try:
             guest = boot(session, kernel, ko, name, parameters)
             for arguments in arguments_of_a_turn(name, generator):
-                if progress.over():
+                if progress.is_over():
                     break
                 command = f"torture {arguments}"
                 print(f"long: {where}: {command}", flush=True)
@@ -178,13 +178,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     turns = [
         (name, kernel)
         for name, kernel in itertools.product(names, prepared)
-        if mountable(kernel, name)
+        if can_mount(kernel, name)
     ]
     if not turns:
         parser.error("no kernel mounts any of these file systems")
     generator.shuffle(turns)  # in random order, so that repeated short runs cover all turns
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
-        if progress.over():
+        if progress.is_over():
             break
         # In every second VM, the driver compares all hits with the disk. In the next pass through
         # `turns`, it does so in the other half of the VMs.
@@ -192,11 +192,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.without:
             parameters = f"verify_every=0 {WITHOUT}{options.without}"
         try:
-            turn(kernel, name, parameters, progress, generator)
+            run_turn(kernel, name, parameters, progress, generator)
         except (HarnessError, AssertionError) as error:
             print(f"long: {error}", file=sys.stderr)
             return 1
-    progress.line("no wrong byte")
+    progress.print_line("no wrong byte")
     return 0
 
 

@@ -2,9 +2,9 @@
 """Delays the wake-ups of a native guest: `slow_waiters.py PID`, until its standard input ends.
 
 A write to an eventfd wakes its waiters one after another. This program puts many waiters of its own
-between the guest's epoll sets that wait for the same eventfd, so an order that matters shows up. It
-is a process of its own because a descriptor in an epoll set is known by its number, so the guest's
-eventfd needs the same number here.
+between the guest's epoll sets that wait for the same eventfd, so that a fault which depends on the
+order of the wake-ups shows. The program is a separate process, because an epoll set names a
+descriptor by its number: the guest's eventfd needs the same number in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST = 100  # descriptors of this program begin here, above those of the guest
 SYS_PIDFD_GETFD = 438
 
 
-def high(number: int) -> int:
+def move_up(number: int) -> int:
     """Moves a descriptor of this program above those of the guest; returns its new number."""
     moved = fcntl.fcntl(number, fcntl.F_DUPFD, FIRST)
     os.close(number)
@@ -34,10 +34,10 @@ def copy(guest: int, number: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if (got := libc.syscall(SYS_PIDFD_GETFD, guest, number, 0)) < 0:
         raise OSError(ctypes.get_errno(), "pidfd_getfd")
-    return high(got)
+    return move_up(got)
 
 
-def watched(pid: int) -> dict[int, dict[int, int]]:
+def watching_sets(pid: int) -> dict[int, dict[int, int]]:
     """Returns the epoll sets that wait for each eventfd of the guest, and for which events.
 
     The first set of an eventfd is the kernel's, which is the oldest one.
@@ -55,11 +55,11 @@ def watched(pid: int) -> dict[int, dict[int, int]]:
 
 def main() -> None:
     pid = int(sys.argv[1])
-    guest = high(os.pidfd_open(pid))
+    guest = move_up(os.pidfd_open(pid))
     waiters = select.epoll()
-    ours = select.epoll.fromfd(high(os.dup(waiters.fileno())))
+    ours = select.epoll.fromfd(move_up(os.dup(waiters.fileno())))
     waiters.close()
-    found = watched(pid)
+    found = watching_sets(pid)
     if not found:
         sys.exit("the guest waits for no eventfd")
     for number, sets in found.items():

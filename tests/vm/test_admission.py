@@ -55,7 +55,7 @@ SMALL_POOL = "36MiB"
 
 
 def read_and_drop(guest: Guest, path: str, size_mib: int) -> dict[str, int]:
-    """Reads and evicts a file of `size_mib` MiB, in steps that fit the put ring."""
+    """Reads and evicts a file in steps that fit the put ring. Returns the driver's counters."""
     counters = {}
     for part in range(size_mib):
         guest.sh(

@@ -227,7 +227,7 @@ def test_silent_host_does_not_delay_unloading(
         wait_state(guest, "on")
         liar.silent = frozenset({T_GET})
         readers = [guest.start(f"sha256sum {path}", 60) for path in sums]
-        until(lambda: liar.waiting() > 0, 30, "the device has requests")
+        until(lambda: liar.waiting_requests() > 0, 30, "the device has requests")
         name = guest.sh(f"cd {DRIVER} && echo virtio*").split()[0]
         command = "rmmod virtio_tmem" if how == "rmmod" else f"echo {name} >{DRIVER}/unbind"
         guest.sh(command, DEADLINE_MAX_MS / 1000 + scaled(UNLOAD_SECONDS))
@@ -254,7 +254,7 @@ def test_suspend_ends_reads_in_flight(session: Session, kernel: Kernel, module: 
         before = stats(guest)
         for path in sums:
             guest.start(f"sha256sum {path} >/tmp/{Path(path).name}")
-        until(lambda: liar.waiting() > 0, 30, "the device has requests")
+        until(lambda: liar.waiting_requests() > 0, 30, "the device has requests")
         assert in_flight(stats(guest)) > 0
         guest = vm.suspend()
         liar.silent = frozenset()

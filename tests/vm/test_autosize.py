@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from driver import WHERE, checksums, driver_vm, growth, load, programs, settle, stats, wait_state
-from test_guest_command import COMMAND, NO_DRIVER, SOME, UNSUPPORTED, USAGE, command, refused
-from test_reporting import BALLOON, ORDER, REPORTED_SECONDS, allocated
+from test_guest_command import COMMAND, NO_DRIVER, SOME, UNSUPPORTED, USAGE, command, expect_failure
+from test_reporting import BALLOON, ORDER, REPORTED_SECONDS, allocated_bytes
 
 from harness import disk
 from harness.daemon import Daemon
@@ -74,12 +74,12 @@ def boot(
     return daemon, vm, guest
 
 
-def serve(guest: Guest, options: str = SHORT) -> None:
+def start_autosize(guest: Guest, options: str = SHORT) -> None:
     guest.sh(f"{COMMAND} autosize {options} >{LOG} 2>&1 </dev/null & echo $! >{PID}")
     until(lambda: guest.run(f"{COMMAND} autosize --status").status == 0, SECONDS, "autosize runs")
 
 
-def end(guest: Guest) -> None:
+def end_autosize(guest: Guest) -> None:
     guest.sh(f"kill $(cat {PID})")
     until(lambda: guest.run(f"{COMMAND} autosize --status").status, SECONDS, "autosize ends")
 
@@ -106,12 +106,12 @@ def wait_reason(guest: Guest, reason: str) -> dict[str, Any]:
     return found
 
 
-def evicted(guest: Guest) -> int:
+def evicted_pages(guest: Guest) -> int:
     """Returns the number of file pages that the guest's kernel has evicted."""
     return int(guest.sh("grep '^pgsteal_file ' /proc/vmstat").split()[1])
 
 
-def compacted(guest: Guest) -> int:
+def compaction_scanned_pages(guest: Guest) -> int:
     """Returns the number of pages that compaction has looked at."""
     return int(guest.sh("grep '^compact_migrate_scanned ' /proc/vmstat").split()[1])
 
@@ -120,40 +120,42 @@ def test_an_idle_guest_returns_page_cache_and_reads_it_from_the_pool(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     daemon, vm, guest = boot(session, kernel, module, BALLOON)
-    refused(guest, "autosize --status", SOME, "does not run")
+    expect_failure(guest, "autosize --status", SOME, "does not run")
     for wrong in ("--once=", "--once=0", "--floor=1T", "--pause=0", "--order=10", "--idle=x", "x"):
-        refused(guest, f"autosize {wrong}", USAGE, "usage: tmem-guest autosize")
-    refused(guest, "status --status", USAGE, "usage: tmem-guest status")
+        expect_failure(guest, f"autosize {wrong}", USAGE, "usage: tmem-guest autosize")
+    expect_failure(guest, "status --status", USAGE, "usage: tmem-guest status")
 
-    before, full, order = settle(guest), allocated(vm), guest.read(ORDER)
-    scanned = compacted(guest)
+    before, full, order = settle(guest), allocated_bytes(vm), guest.read(ORDER)
+    scanned = compaction_scanned_pages(guest)
     answer = json.loads(guest.sh(f"{COMMAND} --json autosize --once=64M --floor={FLOOR_MIB}M"))
     assert answer["returned_bytes"] >= 64 * MIB and answer["why"] is None
-    assert compacted(guest) > scanned
-    refused(guest, f"autosize --once=8M --floor={RAM_BYTES}", SOME, "returned nothing")
+    assert compaction_scanned_pages(guest) > scanned
+    expect_failure(guest, f"autosize --once=8M --floor={RAM_BYTES}", SOME, "returned nothing")
 
     # --once leaves small blocks to be reported, which takes some time after its end.
     assert order != "4" and guest.read(ORDER) == "4"
     guest.sh(f"echo {order} >{ORDER}")
-    scanned = compacted(guest)
+    scanned = compaction_scanned_pages(guest)
     once = f"autosize --once=8M --floor={FLOOR_MIB}M --order=9"
     assert json.loads(guest.sh(f"{COMMAND} --json {once}"))["returned_bytes"] >= 8 * MIB
-    assert compacted(guest) > scanned and guest.read(ORDER) == order
-    scanned = compacted(guest)
-    serve(guest)
-    refused(guest, f"autosize {SHORT}", SOME, "runs already")
+    assert compaction_scanned_pages(guest) > scanned and guest.read(ORDER) == order
+    scanned = compaction_scanned_pages(guest)
+    start_autosize(guest)
+    expect_failure(guest, f"autosize {SHORT}", SOME, "runs already")
     wait_reason(guest, "returning memory")
     assert guest.read(ORDER) == "4"
     # Every user may read the status.
     guest.sh("mkdir -p /etc && echo user:x:1000:1000::/:/bin/sh >/etc/passwd")
     guest.sh(f"mkdir /tmp/bin && cp {COMMAND} /tmp/bin/t && chmod 755 /tmp /tmp/bin /tmp/bin/t")
     assert "returned_bytes" in guest.sh("su user -c '/tmp/bin/t autosize --status'")
-    until(lambda: allocated(vm) <= full - RETURNED_MIB * MIB, REPORTED_SECONDS, "memory returns")
+    until(
+        lambda: allocated_bytes(vm) <= full - RETURNED_MIB * MIB, REPORTED_SECONDS, "memory returns"
+    )
     found = wait_reason(guest, "the page cache has reached its floor")
     grown = growth(before, settle(guest))
-    print(f"allocated: {full} before, {allocated(vm)} after; {found}; {grown}")
+    print(f"allocated: {full} before, {allocated_bytes(vm)} after; {found}; {grown}")
     assert answer["returned_bytes"] + found["returned_bytes"] >= RETURNED_MIB * MIB
-    until(lambda: compacted(guest) > scanned, SECONDS, "the service compacts memory")
+    until(lambda: compaction_scanned_pages(guest) > scanned, SECONDS, "the service compacts memory")
     assert found["file_bytes"] >= FLOOR_MIB * MIB * 0.9
     assert grown["puts_lost"] <= grown["puts_eligible"] * 0.01
     # The pool does not keep metadata, and its eviction is no reason for a pause.
@@ -165,9 +167,9 @@ def test_an_idle_guest_returns_page_cache_and_reads_it_from_the_pool(
     after = growth(before, stats(guest))
     assert after["hits"] >= grown["puts_eligible"] * 0.95
     print(guest.sh(f"cat {LOG}"))
-    end(guest)
+    end_autosize(guest)
     assert guest.read(ORDER) == order
-    refused(guest, "autosize --status", SOME, "does not run")
+    expect_failure(guest, "autosize --status", SOME, "does not run")
     daemon.terminate()
     wait_state(guest, "offline")
     guest.drop_caches()
@@ -179,7 +181,7 @@ def test_autosize_pauses_after_a_stall_and_stops_without_the_cache(
 ) -> None:
     daemon, _, guest = boot(session, kernel, module, BALLOON)
     # Small steps, so that the page cache does not reach its floor before the stall.
-    serve(guest, "--boot=0 --idle=10000 --pause=5 --floor=32M")
+    start_autosize(guest, "--boot=0 --idle=10000 --pause=5 --floor=32M")
     wait_reason(guest, "returning memory")
     group = f"{CGROUPS}/small"
     guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control; mkdir {group}")
@@ -199,28 +201,28 @@ def test_autosize_pauses_after_a_stall_and_stops_without_the_cache(
     daemon.terminate()
     wait_state(guest, "offline")
     wait_reason(guest, CACHE_OFF)
-    before = evicted(guest)
-    refused(guest, "autosize --once=8M", NO_DRIVER, "returned nothing")
+    before = evicted_pages(guest)
+    expect_failure(guest, "autosize --once=8M", NO_DRIVER, "returned nothing")
     guest.sh("sleep 3")
-    assert evicted(guest) == before
-    end(guest)
+    assert evicted_pages(guest) == before
+    end_autosize(guest)
 
 
 def test_autosize_needs_free_page_reporting(session: Session, kernel: Kernel, module: Path) -> None:
     _, _, guest = boot(session, kernel, module, ["-device", "virtio-balloon-pci"])
-    serve(guest)
+    start_autosize(guest)
     wait_reason(guest, NO_REPORTING)
-    before = evicted(guest)
-    refused(guest, "autosize --once=8M", SOME, "returned nothing")
-    assert evicted(guest) == before
-    end(guest)
+    before = evicted_pages(guest)
+    expect_failure(guest, "autosize --once=8M", SOME, "returned nothing")
+    assert evicted_pages(guest) == before
+    end_autosize(guest)
     answer = json.loads(guest.sh(f"{COMMAND} --json autosize --once=8M --without-reporting"))
     assert answer["returned_bytes"] >= 8 * MIB
 
     # The service says at its end what it has returned.
-    serve(guest, "--boot=0 --idle=10000 --floor=32M --without-reporting")
+    start_autosize(guest, "--boot=0 --idle=10000 --floor=32M --without-reporting")
     wait_reason(guest, "returning memory")
-    end(guest)
+    end_autosize(guest)
     assert "stopped: the service ends" in guest.sh(f"cat {LOG}")
     guest.sh(f"umount {CGROUPS}")
-    refused(guest, "autosize", UNSUPPORTED, "version 2 of control groups")
+    expect_failure(guest, "autosize", UNSUPPORTED, "version 2 of control groups")

@@ -57,7 +57,7 @@ def boot(
     )
 
 
-def blocks(guest: Guest) -> dict[str, int]:
+def block_counters(guest: Guest) -> dict[str, int]:
     return {name: value for name, value in stats(guest).items() if name.startswith("blocks_")}
 
 
@@ -70,9 +70,9 @@ def check_writes_are_seen_twice(guest: Guest) -> None:
     command = f"dd if=/dev/urandom of={WHERE}/f bs=4k count={writes} oflag=direct conv=notrunc"
 
     def unseen() -> int:
-        before = blocks(guest)["blocks_unseen"]
+        before = block_counters(guest)["blocks_unseen"]
         guest.sh(f"{command} 2>/dev/null", 120)
-        return blocks(guest)["blocks_unseen"] - before
+        return block_counters(guest)["blocks_unseen"] - before
 
     unseen()  # allocates the blocks, so that later writes change no metadata
     assert unseen() == 0
@@ -95,18 +95,18 @@ def test_bios_in_flight_delay_the_unload(
     guest = boot(session, kernel, test_module, "verify_every=8 inject_nomem=5")
     torture = Torture(guest, f"--seed={seed()} --ops=12000 {SMALL} --jobs=2 --no-evictor", 900)
     for _ in range(4):
-        until(lambda: blocks(guest)["blocks_read"] > 0, 60, "pages are recorded")
+        until(lambda: block_counters(guest)["blocks_read"] > 0, 60, "pages are recorded")
         guest.sh("rmmod virtio_tmem", 60)
         guest.insmod(MODULE, "verify_every=8 inject_nomem=5")
         wait_state(guest, "on")
-    until(lambda: blocks(guest)["blocks_nomem"] > 0, 60, "a read has no memory")
+    until(lambda: block_counters(guest)["blocks_nomem"] > 0, 60, "a read has no memory")
     set_parameter(guest, "inject_nomem", "1")
-    until(lambda: blocks(guest)["blocks_unseen"] > 0, 60, "a write has no memory")
+    until(lambda: block_counters(guest)["blocks_unseen"] > 0, 60, "a write has no memory")
     set_parameter(guest, "inject_nomem", "0")
-    before = blocks(guest)["blocks_read"]
-    until(lambda: blocks(guest)["blocks_read"] > before, 60, "pages are recorded again")
+    before = block_counters(guest)["blocks_read"]
+    until(lambda: block_counters(guest)["blocks_read"] > before, 60, "pages are recorded again")
     torture.finish()
-    assert blocks(guest)["blocks_gets_wrong"] == 0
+    assert block_counters(guest)["blocks_gets_wrong"] == 0
 
 
 def test_writes_without_the_hook_of_submit_bio_are_seen_twice(
@@ -120,7 +120,7 @@ def drop(guest: Guest) -> None:
     settle(guest)
 
 
-def same(guest: Guest, path: str) -> bool:
+def is_same(guest: Guest, path: str) -> bool:
     """Returns whether cached reads of a file return what the disk has, also after an eviction."""
     found = []
     for _ in range(2):
@@ -154,8 +154,8 @@ def write_shared_blocks(guest: Guest) -> bool:
     guest.sh(
         f"dd if=/dev/zero of={path} bs={PAGE} count={PAGES} conv=notrunc oflag=direct 2>/dev/null"
     )
-    assert same(guest, source)
-    return same(guest, path)
+    assert is_same(guest, source)
+    return is_same(guest, path)
 
 
 def punch(guest: Guest) -> bool:
@@ -166,7 +166,7 @@ def punch(guest: Guest) -> bool:
     path = f"{WHERE}/punched"
     make_held(guest, path)
     guest.sh(f"{SPECIAL} punch {path} {2 * PAGE} {4 * PAGE}")
-    return same(guest, path)
+    return is_same(guest, path)
 
 
 def write_from_mapping(guest: Guest) -> None:
@@ -181,7 +181,7 @@ def write_from_mapping(guest: Guest) -> None:
     drop(guest)
     for changed, other in ((source, path), (path, source)):
         guest.sh(f"dd if=/dev/zero of={changed} bs={PAGE} count=1 conv=notrunc 2>/dev/null")
-        assert same(guest, changed) and same(guest, other)
+        assert is_same(guest, changed) and is_same(guest, other)
 
 
 def test_changes_of_the_mapping(session: Session, kernel: Kernel, module: Path) -> None:

@@ -25,7 +25,7 @@ from driver import (
     driver_guest,
     driver_vm,
     growth,
-    kept,
+    kept_pages,
     load,
     parameter,
     programs,
@@ -114,7 +114,7 @@ def evict(guest: Guest, path: str) -> None:
     until(gone, IO_SECONDS, f"{path} leaves the page cache")
 
 
-def without(guest: Guest, check: str) -> None:
+def omit_check(guest: Guest, check: str) -> None:
     set_parameter(guest, "test_blocks_without", check)
 
 
@@ -137,19 +137,19 @@ class File:
 
     def hold(self, pages: int) -> None:
         """Reads the file and evicts it, so that the pool has its pages."""
-        before = kept(stats(self.guest))
+        before = kept_pages(stats(self.guest))
         self.read()
         evict(self.guest, self.path)
-        assert kept(stats(self.guest)) - before >= pages, f"{self.path} was not put"
+        assert kept_pages(stats(self.guest)) - before >= pages, f"{self.path} was not put"
 
     def read(self) -> bytes:
         return self.guest.get(self.path)
 
-    def reader(self) -> Job:
+    def start_read(self) -> Job:
         return self.guest.start(f"cat {self.path}", 120)
 
     def write(self, page: int = 0) -> Job:
-        """Starts to write zeroes to a block of the file, below the file system."""
+        """Starts to write zeroes to a block of the file, below the file system. Returns the job."""
         at = self.offset // PAGE + page
         return self.guest.start(
             f"dd if=/dev/zero of={self.device} bs={PAGE} seek={at} count=1 conv=notrunc"
@@ -162,14 +162,14 @@ def check_each(guest: Guest, sequences: dict[str, Callable[[], bytes]]) -> None:
     """Checks that sequences read new bytes, and old ones without the check that is their key."""
     for check, sequence in sequences.items():
         for removed in (True, False):
-            without(guest, check if removed else "")
+            omit_check(guest, check if removed else "")
             found = sequence()
             print(check, removed, found[:1])
             assert found == (OLD if removed else NEW), f"{check}, removed: {removed}"
-    without(guest, "")
+    omit_check(guest, "")
 
 
-def written(file: File) -> bytes:
+def write_and_read(file: File) -> bytes:
     assert file.write().wait().status == 0
     return file.read()
 
@@ -189,7 +189,7 @@ def put_during_write(file: File) -> bytes:
 def write_during_get(file: File) -> bytes:
     """Writes a block after the host has returned its page, and before the driver uses the page."""
     hold = Hold(file.guest, "fetch")
-    reader = file.reader()
+    reader = file.start_read()
     hold.wait()
     assert file.write().wait().status == 0
     hold.release()
@@ -268,7 +268,7 @@ def test_policy_waits_for_puts(session: Session, kernel: Kernel, test_module: Pa
     guest = boot(session, kernel, test_module)
     device = f"/dev/{guest.disk('data')}"
     for check in ("grace", ""):
-        without(guest, check)
+        omit_check(guest, check)
         file = File(guest, WHERE, device)
         freed = Freed(file)
         forbid, put = Hold(guest, "forbid"), Hold(guest, "put")
@@ -303,7 +303,7 @@ def test_policy_reaches_pages_that_have_left_the_page_cache(
     guest = boot(session, kernel, test_module)
     device = f"/dev/{guest.disk('data')}"
     for check, puts in (("policy", 1), ("", 0)):
-        without(guest, check)
+        omit_check(guest, check)
         file = File(guest, WHERE, device)
         freed = Freed(file)
         guest.sh(f"{COMMAND} policy {file.path} never", 60)
@@ -314,7 +314,7 @@ def test_policy_reaches_pages_that_have_left_the_page_cache(
         assert growth(before, settle(guest))["puts"] == puts, check
     # Such pages lose their hints when they leave the page cache.
     for check, puts in (("leave", 1), ("", 0)):
-        without(guest, check)
+        omit_check(guest, check)
         assert file.read() == OLD
         before = stats(guest)
         evict(guest, file.path)
@@ -342,7 +342,7 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
     check_each(
         guest,
         {
-            "forget": lambda: written(File(guest, WHERE, device)),
+            "forget": lambda: write_and_read(File(guest, WHERE, device)),
             "in_flight": lambda: put_during_write(File(guest, WHERE, device)),
             "get_seq": lambda: write_during_get(File(guest, WHERE, device)),
             "erase": lambda: write_without_device(File(guest, WHERE, device)),
@@ -350,7 +350,7 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
     )
     # A get after the records of a write were erased, and before the index entries are.
     for check, hits in (("get_written", 1), ("", 0)):
-        without(guest, check)
+        omit_check(guest, check)
         file = File(guest, WHERE, device)
         hold = Hold(guest, "write")
         job = file.write()
@@ -363,7 +363,7 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
     # A page of a file, with other bytes than its block.
     file = File(guest, WHERE, device)
     for check, found in (("", OLD), ("equal", NEW)):
-        without(guest, check)
+        omit_check(guest, check)
         assert file.read() == OLD
         set_parameter(guest, "test_page_zeroed", file.path)
         evict(guest, file.path)
@@ -378,7 +378,7 @@ def test_checks_of_writes_and_gets(session: Session, kernel: Kernel, test_module
         ("latest", "p---p-"),
         ("write_seq", "p----p"),
     ):
-        without(guest, check)
+        omit_check(guest, check)
         set_parameter(guest, "test_blocks_dirty", "1")
         assert guest.read("/sys/module/virtio_tmem/parameters/test_blocks_dirty") == verdicts
 
@@ -390,7 +390,7 @@ def test_writes_of_other_blocks_rarely_keep_a_block_from_the_pool(
     guest = boot(session, kernel, test_module)
     refused = {}
     for check in ("second_hash", ""):
-        without(guest, check)
+        omit_check(guest, check)
         set_parameter(guest, "test_blocks_in_flight", "1")
         refused[check] = int(parameter(guest, "test_blocks_in_flight"))
     print(refused)
@@ -434,15 +434,18 @@ def test_writes_erase_their_blocks_after_another_mount(
 
 
 def make_group(guest: Guest) -> None:
-    """Makes a control group whose pages reclaim() can evict."""
+    """Makes a control group whose pages start_reclaim() can evict."""
     guest.sh(
         f"mount -t cgroup2 none {CGROUPS} && echo +memory >{CGROUPS}/cgroup.subtree_control"
         f" && mkdir {GROUP}"
     )
 
 
-def reclaim(guest: Guest) -> Job:
-    """Starts to evict the pages which the group has read or written. Holds no s_umount."""
+def start_reclaim(guest: Guest) -> Job:
+    """Starts to evict the pages that the group has read or written, and returns the job.
+
+    This eviction does not take the lock s_umount of the file system.
+    """
     return guest.start(f"echo 64M >{GROUP}/memory.reclaim", 120)
 
 
@@ -470,7 +473,7 @@ def put_after_unmount(guest: Guest) -> bytes:
     file.mount.wait("on")
     guest.sh(f"echo $$ >{GROUP}/cgroup.procs; cat {file.path} >/dev/null")
     hold = Hold(guest, "free")
-    job = reclaim(guest)
+    job = start_reclaim(guest)
     hold.wait()
     assert guest.run(f"{SPECIAL} cached {file.path} 0").status == 1, "the page is cached"
     guest.sh(f"umount {OTHER}", 60)
@@ -512,15 +515,18 @@ def test_sampled_reads_are_compared_with_the_disk(
     file.mount.wait("on")
 
     file.hold(4)
-    without(guest, "forget")
+    omit_check(guest, "forget")
     assert file.write().wait().status == 0
     assert file.read() == NEW + OLD * 3
     assert growth(before, stats(guest))["verify_mismatches"] == 1
     wait_blocked(guest, "a page from the host differs from the disk")
 
 
-def zeroout(file: File, pages: int) -> Job:
-    """Starts to zero the first pages of a file, below the file system, by one command."""
+def start_zeroing(file: File, pages: int) -> Job:
+    """Starts to zero the first pages of a file by one command below the file system.
+
+    Returns the job.
+    """
     command = f"{SPECIAL} zeroout {file.device} {file.offset} {pages * PAGE}"
     return file.guest.start(command, 120)
 
@@ -533,7 +539,7 @@ def test_long_writes_erase_only_their_blocks(
     device = f"/dev/{guest.disk('data')}"
     file, other = File(guest, WHERE, device, 4), File(guest, WHERE, device)
     hold = Hold(guest, "submit")
-    job = zeroout(file, 2)
+    job = start_zeroing(file, 2)
     hold.wait()
     before = stats(guest)
     assert other.read() == OLD
@@ -598,9 +604,9 @@ def check_pieces(guest: Guest, device: str, allowed: bool) -> None:
     for removed in (True, False):
         file = File(guest, OTHER, device, 4)
         assert int(guest.sh(f"{SPECIAL} place {file.path} {3 * PAGE}")) == file.offset + 3 * PAGE
-        without(guest, "bytes" if removed else "")
+        omit_check(guest, "bytes" if removed else "")
         said = guest.sh(f"{SPECIAL} pieces {device} {file.offset} {4 * PAGE} {PIECE}")
-        without(guest, "")
+        omit_check(guest, "")
         assert said == ("" if allowed else "failed: Invalid argument\n")
         if not allowed:
             return
@@ -639,7 +645,7 @@ def test_write_that_the_disk_cannot_take_does_not_stop_the_cache(
     guest.sh(f"mount -t ext4 {device} {OTHER}", 60)
     file = File(guest, OTHER, device)
     for removed in (False, True):
-        without(guest, "inval" if removed else "")
+        omit_check(guest, "inval" if removed else "")
         said = guest.sh(f"{SPECIAL} pieces {device} {file.offset} {PAGE} {SECTOR}")
         assert said == "failed: Invalid argument\n"
         blocked = file.mount.read("state").startswith("blocked: a write of the disk failed")
@@ -671,9 +677,9 @@ def get_across_tables(file: File, check: str) -> bytes:
     guest.sh(f"{SPECIAL} clone {clone} {file.path}; sync")
     replace_tables(guest)
     hold = Hold(guest, "fetch")
-    reader = file.reader()
+    reader = file.start_read()
     hold.wait()
-    without(guest, check)
+    omit_check(guest, check)
     replace_tables(guest)
     assert file.write().wait().status == 0
     assert guest.get(clone) == NEW
@@ -692,7 +698,7 @@ def test_gets_do_not_outlive_the_tables_of_records(
     for check, found in (("renew", OLD), ("", NEW)):
         file = File(guest, OTHER, device)
         assert get_across_tables(file, check) == found, f"without: {check}"
-        without(guest, "")
+        omit_check(guest, "")
 
 
 def get_across_drain(vm: Vm, file: File, drain_first: bool) -> tuple[bytes, bytes, bytes]:
@@ -708,17 +714,17 @@ def get_across_drain(vm: Vm, file: File, drain_first: bool) -> tuple[bytes, byte
     guest.sh(f"{SPECIAL} clone {clone} {file.path}; sync")
     file.hold(1)
     fill, drain = Hold(guest, "choice"), Hold(guest, "drain")
-    reader = file.reader()
+    reader = file.start_read()
     fill.wait()
     vm.qemu_io("other", "break write_aio held")
     set_parameter(guest, "test_hooks_off", "bio")
     writer = file.write()
     drain.wait()
     set_parameter(guest, "test_hooks_off", "")
-    before = kept(stats(guest))
+    before = kept_pages(stats(guest))
     assert guest.get(clone) == OLD
     evict(guest, clone)
-    assert kept(stats(guest)) > before
+    assert kept_pages(stats(guest)) > before
     vm.qemu_io("other", "resume held")
     assert writer.wait().status == 0
     during = guest.get(clone)
@@ -754,14 +760,14 @@ def test_gets_do_not_outlive_the_interval_of_their_area(
     guest.mount("other", OTHER, "xfs")
     device = f"/dev/{guest.disk('other')}"
     for at, check in enumerate(("served", "fill_epoch", "drained", "")):
-        without(guest, check)
+        omit_check(guest, check)
         found = get_across_drain(vm, File(guest, OTHER, device), check == "drained")
         print(check, [bytes[:1] for bytes in found])
         assert [bytes == OLD for bytes in found] == [at == reader for reader in range(3)]
 
 
-def unaligned_file(guest: Guest) -> str:
-    """Makes a file of a page that does not begin at a multiple of its size on the disk."""
+def make_unaligned_file(guest: Guest) -> str:
+    """Makes a file of one page, and returns its path. On the disk, the page is not aligned."""
     for _ in range(FILES_MAX):
         File.made += 1
         path = f"{OTHER}/file{File.made}"
@@ -776,13 +782,13 @@ def unaligned_file(guest: Guest) -> str:
 def check_whole_blocks(guest: Guest) -> None:
     """Evicts a page that lies in two blocks of 4 KiB, whose record would be of the first one."""
     for removed in (True, False):
-        without(guest, "whole" if removed else "")
-        path = unaligned_file(guest)
+        omit_check(guest, "whole" if removed else "")
+        path = make_unaligned_file(guest)
         evict(guest, path)
-        before = kept(stats(guest))
+        before = kept_pages(stats(guest))
         assert guest.get(path) == OLD
         evict(guest, path)
-        assert kept(stats(guest)) - before == removed
+        assert kept_pages(stats(guest)) - before == removed
 
 
 class Stripes:
@@ -792,7 +798,7 @@ class Stripes:
         self.guest = guest
         self.left, self.right = (f"/dev/{guest.disk(name)}" for name in ("left", "right"))
         self.sectors = OTHER_BYTES // SECTOR
-        slow = guest.sh(f"{DM} slow {self.whole()}").strip()
+        slow = guest.sh(f"{DM} slow {self.whole_table()}").strip()
         self.node = guest.sh(
             f"{DM} top 0 {2 * self.sectors} striped '2 {PAGE // SECTOR} {self.left} 0 {slow} 0'"
         ).strip()
@@ -802,7 +808,7 @@ class Stripes:
     def mount(self) -> None:
         self.guest.sh(f"mount -t ext4 {self.node} {OTHER}", 60)
 
-    def whole(self) -> str:
+    def whole_table(self) -> str:
         return f"0 {self.sectors} linear '{self.right} 0'"
 
     def set_table(self, table: str) -> None:
@@ -816,7 +822,7 @@ class Stripes:
             f" {after} {self.sectors - after} linear '{self.right} {after}'"
         )
 
-    def file(self) -> tuple[File, int]:
+    def make_file(self) -> tuple[File, int]:
         """Returns a file of two pages, one on each disk, and the sector of the second one."""
         for _ in range(FILES_MAX):
             # Another file in between makes the next one begin on the other disk.
@@ -845,7 +851,7 @@ class Stripes:
 
         Such a page had changed before it became dirty, while the disk read it.
         """
-        file, at = self.file()
+        file, at = self.make_file()
         self.overwrite(file)
         self.write_below(self.left, at)
         set_parameter(self.guest, "test_page_dirtied", file.path)
@@ -854,14 +860,14 @@ class Stripes:
 
     def read_during_write(self) -> bytes:
         """Writes the first page of a file during a read that has transferred only this page."""
-        file, at = self.file()
+        file, at = self.make_file()
         # The driver erases the pages from the pool, so that they are read from the disks.
         self.overwrite(file)
         self.guest.sh(f"{SPECIAL} dontneed {file.path}")
         place = f"{self.right} {at}"
         self.change_block(at, f"delay '{place} {DELAY_MS} {place} 0'")
         before = self.guest.disk_stat("left").reads
-        reader = file.reader()
+        reader = file.start_read()
 
         def half_read() -> bool:
             waits = self.guest.read(f"/sys/block/{self.node[5:]}/inflight").split()[0]
@@ -869,7 +875,7 @@ class Stripes:
 
         until(half_read, IO_SECONDS, "the first page is read, and the second one is not")
         assert file.write().wait().status == 0
-        self.set_table(self.whole())
+        self.set_table(self.whole_table())
         assert reader.wait().stdout == OLD * 2
         evict(self.guest, file.path)
         found = file.read()
@@ -878,17 +884,17 @@ class Stripes:
 
     def write_after_failure(self) -> bytes:
         """Changes a block by a write that has failed, as a disk does after a time-out."""
-        file, at = self.file()
+        file, at = self.make_file()
         self.change_block(at, f"flakey '{self.right} {at} 0 1 1 error_writes'")
         assert file.write(1).wait().status != 0
-        self.set_table(self.whole())
+        self.set_table(self.whole_table())
         assert file.read() == OLD * 2
         evict(self.guest, file.path)
         self.write_below(self.right, at)
         return file.read()[PAGE:]
 
     def write_beside_submit_bio(self) -> bytes:
-        file, _ = self.file()
+        file, _ = self.make_file()
         set_parameter(self.guest, "test_hooks_off", "bio")
         assert file.write().wait().status == 0
         set_parameter(self.guest, "test_hooks_off", "")
@@ -915,7 +921,7 @@ def test_checks_of_transfers_on_a_striped_volume(
         assert Mount(guest, OTHER).read("state").startswith(f"blocked: {why}")
         guest.sh(f"umount {OTHER}", 60)
         stripes.mount()
-    stripes.file()
+    stripes.make_file()
 
 
 def test_area_starts_with_a_drain(session: Session, kernel: Kernel, test_module: Path) -> None:
@@ -1141,7 +1147,7 @@ def test_disks_with_writes_that_are_no_bios_are_refused(
     guest.sh(f"mkdir {OTHER} && mke2fs -q -b {PAGE} {device} {blocks}", 60)
     path = f"{OTHER}/file"
     for removed in (True, False):
-        without(guest, "visible" if removed else "")
+        omit_check(guest, "visible" if removed else "")
         guest.sh(f"mount -t ext4 {device} {OTHER}", 60)
         guest.put(path, OLD * (FILE_BYTES // PAGE))
         if kind == "rw_page":

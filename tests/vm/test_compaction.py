@@ -24,7 +24,7 @@ PAGES = FILE_BYTES // 4096
 MOVED_MIN = 1000
 
 
-def moved(guest: Guest) -> int:
+def moved_pages(guest: Guest) -> int:
     """Returns the number of pages that the guest has moved to other page frames."""
     lines = dict(line.split() for line in guest.read("/proc/vmstat").splitlines())
     return int(lines["pgmigrate_success"])
@@ -34,9 +34,9 @@ def evict_moved(guest: Guest) -> Counter[str]:
     """Makes the file, moves its pages, and evicts them. Returns the growth of the counters."""
     # tee writes the two files in turns, so that the free pages of one lie between the other's.
     guest.sh(f"head -c {FILE_BYTES} /dev/urandom | tee {FILE} >{OTHER}; sync; rm {OTHER}", 240)
-    before = moved(guest)
+    before = moved_pages(guest)
     guest.sh("echo 1 >/proc/sys/vm/compact_memory", 120)
-    assert moved(guest) - before > MOVED_MIN
+    assert moved_pages(guest) - before > MOVED_MIN
     evicted = stats(guest)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
     return growth(evicted, stats(guest))

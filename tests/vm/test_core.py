@@ -390,7 +390,7 @@ ext4 = {{
 """
 
 
-def large_disk(session: Session, mib: int) -> Disk:
+def make_large_disk(session: Session, mib: int) -> Disk:
     """Creates a disk with a file of `mib` MiB, whose image takes little disk space."""
     config = session.directory / "mke2fs.conf"
     config.write_text(LARGE_FILE_CONFIG.format(mib=mib))
@@ -419,7 +419,7 @@ def test_driver_memory_is_bounded(
     """
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
-    large = [] if memory > 256 * MIB else [large_disk(session, LARGE_FILE_MIB)]
+    large = [] if memory > 256 * MIB else [make_large_disk(session, LARGE_FILE_MIB)]
     vm = driver_vm(
         session,
         kernel,
@@ -539,7 +539,7 @@ def test_index_counts_all_xarray_nodes_of_scattered_pages(
         test_module,
         parameters="verify_every=0 admission=off",
         memory_bytes=1024 * MIB,
-        disks=[tree_disk(session)[0], large_disk(session, SCATTERED_MIB)],
+        disks=[tree_disk(session)[0], make_large_disk(session, SCATTERED_MIB)],
     )
     guest.mount("large", "/large")
     guest.sh(f"echo 0 >/sys/block/{guest.disk('large')}/queue/read_ahead_kb")
@@ -585,7 +585,7 @@ def test_index_counts_all_xarray_nodes_of_scattered_pages(
     guest.sh("rmmod virtio_tmem", 60)  # a module for tests reports memory that stays counted
 
 
-def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[str]:
+def tell_lie(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[str]:
     """Makes the device give the wrong answer `lie`. Returns the growth of the driver's counters.
 
     The guest evicts files if the lie is about puts, and reads evicted files otherwise.
@@ -618,7 +618,7 @@ def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         check_works(guest, files)
         for lie in (*LIES_OF_GETS, *LIES_OF_PUTS):
-            grown = tell(guest, liar, lie, files)
+            grown = tell_lie(guest, liar, lie, files)
             print(lie, grown)
             assert is_on(guest), (
                 f"wrong answer '{lie}': the driver's state is '{state(guest)}', not 'on'"
@@ -668,7 +668,7 @@ def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
             check_works(guest, files)
 
         # The device's answers to gets are right except for the bytes of the page.
-        grown = tell(guest, liar, "content", files)
+        grown = tell_lie(guest, liar, "content", files)
         assert grown["mismatches"] == grown["misses_check"] > 0
         assert state(guest).startswith("poisoned: content check")
         drop_pages(guest)

@@ -36,7 +36,7 @@ EVENT = "/sys/kernel/tracing/events/filemap/mm_filemap_delete_from_page_cache"
 HISTOGRAM = f"{EVENT}/hist"
 
 
-def evicted(guest: Guest) -> int:
+def evicted_pages(guest: Guest) -> int:
     """Returns the number of pages that have left the page cache of the file system so far."""
     number = int(guest.sh(f"stat -c %d {WHERE}"))
     device = number >> 8 << 20 | number & 0xFF  # as the kernel stores it
@@ -45,14 +45,14 @@ def evicted(guest: Guest) -> int:
     return sum(int(folios) << int(order) for order, folios in rows)
 
 
-def counted(guest: Guest) -> tuple[int, dict[str, int]]:
+def count_evicted(guest: Guest) -> tuple[int, dict[str, int]]:
     """Returns the number of evicted pages, and the driver's counters at the same moment.
 
     kswapd may still evict pages after a load has ended.
     """
     for _ in range(COUNTS_MAX):
-        pages, counters = evicted(guest), stats(guest)
-        if evicted(guest) == pages:
+        pages, counters = evicted_pages(guest), stats(guest)
+        if evicted_pages(guest) == pages:
             return pages, counters
     raise HarnessError(f"kswapd has evicted pages between each of {COUNTS_MAX} counts")
 
@@ -73,10 +73,10 @@ def test_evicted_pages_have_an_equal_record(session: Session, kernel: Kernel, mo
     guest.sh(f"dd if=/dev/urandom of={WHERE}/data bs=1M count={FILE_MIB} && sync", 120)
     shares = {}
     for load, command in LOADS.items():
-        pages, before = counted(guest)
+        pages, before = count_evicted(guest)
         guest.sh(f"cd {WHERE} && ({command}) >/dev/null", 600)
         settle(guest)
-        total, after = counted(guest)
+        total, after = count_evicted(guest)
         grown = growth(before, after)
         shares[load] = grown["blocks_puts_equal"] / (total - pages)
         print(f"{load}: {total - pages} pages, {shares[load]:.4f} equal, {dict(grown)}")

@@ -53,7 +53,9 @@ FILE = "/mnt/striped"
 FILLER = "/mnt/filler"
 
 
-def hold(guest: Guest, path: str, size_mib: int, *, create: bool = True) -> dict[str, int]:
+def evict_in_steps(
+    guest: Guest, path: str, size_mib: int, *, create: bool = True
+) -> dict[str, int]:
     """Evicts all pages of a file, in steps that fit the put ring. Returns the driver's counters.
 
     Creates the file first unless `create` is false.
@@ -83,12 +85,12 @@ def test_parts_of_a_read_share_one_deadline(session: Session, kernel: Kernel, mo
             session, kernel, module, Tmem(liar.path), parameters=f"verify_every=0 {PATIENT}"
         )
         guest.sh(f"echo {2 * PART_PAGES * 4} >/sys/block/vda/queue/read_ahead_kb")
-        hold(guest, FILE, 1)
+        evict_in_steps(guest, FILE, 1)
         sums = checksums(guest, [FILE])
-        hold(guest, FILE, 1, create=False)
+        evict_in_steps(guest, FILE, 1, create=False)
         # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages
         # in the ring without the host.
-        hold(guest, FILLER, 4)
+        evict_in_steps(guest, FILLER, 4)
         liar.delay_seconds = PART_DEADLINES * DEADLINE_MAX_MS / 1000
         before = stats(guest)
         guest.sh(f"dd if={FILE} of=/dev/null bs={2 * PART_PAGES * 4}k count=1")
@@ -111,10 +113,10 @@ def test_silent_host_delays_a_read_until_its_deadline(
     tmem = Tmem(daemon.socket("vm1"))
     guest = driver_guest(session, kernel, module, tmem, files=programs(SLACK))
     guest.sh(f"echo 4 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
-    hold(guest, FILE, 4)
+    evict_in_steps(guest, FILE, 4)
     # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages in
     # the ring without the host.
-    hold(guest, FILLER, 4)
+    evict_in_steps(guest, FILLER, 4)
     # The read ends at the interrupt of the driver's timer. The guest must have no other work that
     # causes an interrupt.
     guest.sh("echo 0 >/proc/sys/vm/compaction_proactiveness")
@@ -153,20 +155,20 @@ def test_stopped_vm_gets_pages_again_soon_after_it_continues(
         guest = vm.start()
         load(guest, f"verify_every=0 {PATIENT}")
         guest.sh(f"echo 4 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
-        hold(guest, FILE, 4)
+        evict_in_steps(guest, FILE, 4)
         # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages
         # in the ring without the host.
-        hold(guest, FILLER, 4)
+        evict_in_steps(guest, FILLER, 4)
         for page in range(tries):
             before = stats(guest)
             liar.delay_seconds = SILENT_SECONDS
             begun = seconds_since_boot(guest)
             read = f"dd if={FILE} of=/dev/null bs=4k count=1 skip={page * 64} 2>/dev/null"
             reader = guest.start(read, 60 + stop_seconds)
-            until(lambda: liar.waiting() > 0, 30, "the device has a request of the reader")
+            until(lambda: liar.waiting_requests() > 0, 30, "the device has a request of the reader")
             vm.process.pause()
             liar.delay_seconds = 0.0
-            until(lambda: liar.waiting() == 0, 30, "the device answers all requests")
+            until(lambda: liar.waiting_requests() == 0, 30, "the device answers all requests")
             time.sleep(stop_seconds)
             vm.process.resume()
             reader.wait().check()
@@ -197,10 +199,10 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         set_parameter(guest, "deadline_ms", str(deadline_ms))
-        hold(guest, FILE, 6)
+        evict_in_steps(guest, FILE, 6)
         # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages
         # in the ring without the host.
-        before = hold(guest, FILLER, 4)
+        before = evict_in_steps(guest, FILLER, 4)
         assert before["index_pages"] > 4 * 256
         sums = {
             FILE: guest.sh(f"dd if={FILE} bs=1M iflag=direct 2>/dev/null | sha256sum").split()[0]
@@ -237,7 +239,7 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
         assert state(guest) == "tripped"
         liar.delay_seconds = 0.0
         wait_state(guest, "on")
-        after = hold(guest, FILE, 6, create=False)
+        after = evict_in_steps(guest, FILE, 6, create=False)
         assert checksums(guest, [FILE]) == sums
         assert stats(guest)["requests_get"] > after["requests_get"]
 
@@ -286,10 +288,10 @@ def test_probe_that_is_answered_late_leaves_the_breaker_open(
     """A late answer to a probe does not close the breaker, even if the probe has waited for it."""
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, test_module, Tmem(liar.path))
-        hold(guest, FILE, 4)
+        evict_in_steps(guest, FILE, 4)
         # The pages of the filler replace those of FILE in the put ring, from where the driver would
         # read them without the host.
-        hold(guest, FILLER, 4)
+        evict_in_steps(guest, FILLER, 4)
         # The device answers control requests. The driver sends no probe to a silent device.
         wait_state(guest, "on")
         liar.silent = frozenset({T_GET})
@@ -327,10 +329,10 @@ def test_reader_that_is_scheduled_late_does_not_open_the_breaker(
     guest = driver_guest(session, kernel, module, files=files)
     set_parameter(guest, "deadline_ms", str(deadline_ms))
     guest.sh("echo 4 >/sys/block/vda/queue/read_ahead_kb")
-    hold(guest, FILE, 12)
+    evict_in_steps(guest, FILE, 12)
     # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages in
     # the ring without the host.
-    before = hold(guest, FILLER, 4)
+    before = evict_in_steps(guest, FILLER, 4)
     assert before["index_pages"] > 12 * 256
     guest.start(f"{HOG} {busy_ms} {idle_ms}", scaled(120))
     grown: dict[str, int] = {}
@@ -339,8 +341,8 @@ def test_reader_that_is_scheduled_late_does_not_open_the_breaker(
     # On a fast machine, the reader gets more pages while the real-time task sleeps.
     for part in itertools.chain(*[range(12 * 256 // pages)] * passes):
         if part == 0 and grown:
-            hold(guest, FILE, 12, create=False)
-            hold(guest, FILLER, 4, create=False)
+            evict_in_steps(guest, FILE, 12, create=False)
+            evict_in_steps(guest, FILLER, 4, create=False)
         begun = seconds_since_boot(guest)
         guest.sh(f"dd if={FILE} of=/dev/null bs=4k count={pages} skip={part * pages}", scaled(60))
         waited += seconds_since_boot(guest) - begun

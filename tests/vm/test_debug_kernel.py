@@ -125,11 +125,13 @@ class Machine:
         load(self.guest, "verify_every=100", fs=self.fs)
 
     @property
-    def mounted(self) -> str:
+    def mount_arguments(self) -> str:
         """Returns the arguments with which the torture program can unmount and mount the disk."""
         return f"--device=/dev/vda --fstype={self.fs.kind}"
 
-    def random_operations(self, operations: int, files: str = SMALL, more: str = "") -> Torture:
+    def start_random_operations(
+        self, operations: int, files: str = SMALL, more: str = ""
+    ) -> Torture:
         return Torture(
             self.guest, f"--seed={seed()} --ops={operations} {files} --jobs=2 {more}", 900
         )
@@ -153,7 +155,7 @@ class Machine:
             if any("[virtio_tmem]" in head for head in STACK.findall(report))
         ]
 
-    def nothing_found(self) -> None:
+    def check_nothing_found(self) -> None:
         print(stats(self.guest))
         wait_state(self.guest, "on")
         self.guest.sh(f"sleep {LEAK_AGE_SECONDS}")  # kmemleak does not report younger objects
@@ -168,8 +170,10 @@ def test_torture_triggers_no_kernel_report(
 ) -> None:
     """Runs random operations, and scenarios of the torture program."""
     machine = Machine(session, kernel, module, name)
-    machine.random_operations(OPERATIONS, more=f"--rounds=2 {machine.mounted}").finish()
-    machine.random_operations(LARGE_OPERATIONS, LARGE).finish()
+    machine.start_random_operations(
+        OPERATIONS, more=f"--rounds=2 {machine.mount_arguments}"
+    ).finish()
+    machine.start_random_operations(LARGE_OPERATIONS, LARGE).finish()
     print(counters := stats(machine.guest))
     assert counters["hits"] - counters["ring_hits"] > LARGE_OPERATIONS // 4
     assert counters["refs_held"] > 0 and counters["retained_changed"] == 0
@@ -178,13 +182,13 @@ def test_torture_triggers_no_kernel_report(
     ).finish()
     assert stats(machine.guest)["hits"] > OPERATIONS // 20
     for scenario in SCENARIOS + (["move_ext"] if name == "ext4" else []):
-        Torture(machine.guest, f"--scenario={scenario} {machine.mounted}").finish()
+        Torture(machine.guest, f"--scenario={scenario} {machine.mount_arguments}").finish()
     machine.guest.sh(
         f"dd if=/dev/zero of={WHERE}/swap bs=64k count=16 2>/dev/null && mkswap {WHERE}/swap"
         f" && swapon {WHERE}/swap && swapoff {WHERE}/swap && rm {WHERE}/swap",
         60,
     )
-    machine.nothing_found()
+    machine.check_nothing_found()
 
 
 def test_replaced_daemons_and_devices_trigger_no_kernel_report(
@@ -193,7 +197,7 @@ def test_replaced_daemons_and_devices_trigger_no_kernel_report(
     """Replaces the daemon and the device, so that generations end and their memory is freed."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
-    torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
+    torture = machine.start_random_operations(LARGE_OPERATIONS, LARGE)
     for _ in range(2):
         before = stats(guest)["hits"]
         until(lambda seen=before: stats(guest)["hits"] > seen, 120, "the driver gets hits")  # type: ignore[misc]
@@ -206,7 +210,7 @@ def test_replaced_daemons_and_devices_trigger_no_kernel_report(
         guest.sh(f"echo {device} >{driver}/unbind; echo {device} >{driver}/bind", 120)
         wait_state(guest, "on")
     torture.finish()
-    machine.nothing_found()
+    machine.check_nothing_found()
 
 
 def test_changed_switches_and_parameters_trigger_no_kernel_report(
@@ -242,7 +246,7 @@ def test_changed_switches_and_parameters_trigger_no_kernel_report(
         echo N >{PARAMETERS}/drop_caches_flush
         echo {DEADLINE_MS} >{PARAMETERS}/deadline_ms
     """
-    torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
+    torture = machine.start_random_operations(LARGE_OPERATIONS, LARGE)
     for _ in range(TURNS):
         before = stats(guest)["hits"]
         until(
@@ -253,7 +257,7 @@ def test_changed_switches_and_parameters_trigger_no_kernel_report(
         guest.sh(turn, 120)
         wait_state(guest, "on")  # the short deadline may have opened the breaker
     torture.finish()
-    machine.nothing_found()
+    machine.check_nothing_found()
 
 
 def test_module_reloads_trigger_no_kernel_report(
@@ -262,14 +266,14 @@ def test_module_reloads_trigger_no_kernel_report(
     """Loads and unloads the module under load, and checks that it leaves no memory allocated."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
-    torture = machine.random_operations(OPERATIONS // 2)
+    torture = machine.start_random_operations(OPERATIONS // 2)
     for _ in range(3):
         until(lambda: stats(guest)["puts"] > 0 or torture.job.done(), 120, "the driver puts pages")
         guest.sh("rmmod virtio_tmem", 120)
         guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS}")
         wait_state(guest, "on")
     torture.finish()
-    machine.nothing_found()
+    machine.check_nothing_found()
 
 
 def test_each_kernel_checker_reports_its_injected_fault(

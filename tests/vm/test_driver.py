@@ -24,7 +24,7 @@ from driver import (
     driver_guest,
     driver_vm,
     evict,
-    kept,
+    kept_pages,
     load,
     seed,
     set_parameter,
@@ -254,8 +254,11 @@ def test_vm_loaded_from_a_snapshot_reads_the_disk_of_the_snapshot(
     assert stats(guest)["hits"] > 100
 
 
-def daemon_trouble(daemon: Daemon, torture: Torture, generator: random.Random) -> int:
-    """Kills and restarts the daemon at random moments until the torture program has ended."""
+def restart_at_random(daemon: Daemon, torture: Torture, generator: random.Random) -> int:
+    """Kills and restarts the daemon at random moments until the torture program has ended.
+
+    Returns the number of kills.
+    """
     kills = 0
     while not torture.job.done():
         time.sleep(generator.uniform(0.05, 2.5))  # the test acts at random moments
@@ -276,7 +279,7 @@ def test_killed_daemon_causes_no_wrong_byte_under_torture(
     torture = Torture(
         guest, f"--seed={number} --ops=8000 --jobs=2 --files=16 --size-max=524288", 600
     )
-    kills = daemon_trouble(daemon, torture, random.Random(number))
+    kills = restart_at_random(daemon, torture, random.Random(number))
     numbers = torture.finish()
     counters = stats(guest)
     print(f"the daemon was killed {kills} times", counters)
@@ -355,7 +358,7 @@ def test_driver_starts_when_a_daemon_appears(
     assert stats(guest)["hits"] > 0
 
 
-def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
+def patch_module(module: Path, session: Session, old: bytes, new: bytes) -> Path:
     """Returns a copy of the module file in which the string `old` is replaced by `new`."""
     content = module.read_bytes()
     assert content.count(old) == 1 and len(old) == len(new)
@@ -367,7 +370,7 @@ def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
 def test_unknown_kernel_gets_no_cache(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
-    stranger = patched(module, session, b"\0Debian\0", b"\0Nobody\0")
+    stranger = patch_module(module, session, b"\0Debian\0", b"\0Nobody\0")
     vm = driver_vm(session, kernel, stranger, Tmem(daemon.socket("vm1")), disks=[data])
     guest = vm.start()
     load(guest, online=False)
@@ -418,7 +421,7 @@ def test_unserved_file_systems_are_not_cached(
     load(guest, "verify_every=0")
     guest.sh("mkdir /ram && mount -t tmpfs none /ram")
     settle(guest)
-    before = kept(stats(guest))
+    before = kept_pages(stats(guest))
     content = changed_content("ram")
     guest.put("/ram/f", content)
     for _ in range(2):
@@ -428,7 +431,7 @@ def test_unserved_file_systems_are_not_cached(
     guest.sh("umount /ram")
     # The guest's commands are files of other file systems, so reading them causes no put. Only
     # pages of /mnt may have been put.
-    assert kept(stats(guest)) == before
+    assert kept_pages(stats(guest)) == before
     assert stats(guest)["hits"] == 0
 
 

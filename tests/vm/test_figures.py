@@ -96,7 +96,7 @@ def test_figures_agree_in_guest_daemon_and_metrics(
     assert metric(metrics, "tmem_vm_evicted_pages_total") == served["evictions"]
     gets = metric(metrics, "tmem_vm_request_duration_seconds_count", 'request="get"')
     assert gets == sum(served["get_latency"]["buckets"])
-    agree_on_waits(served, after, metrics)
+    check_waits_agree(served, after, metrics)
     assert metric(metrics, "tmem_vm_driver_get_pages_total") == served["driver"]["gets"]
     assert metric(metrics, "tmem_vm_driver_hit_pages_total") == served["driver"]["hits"]
 
@@ -107,7 +107,7 @@ def test_figures_agree_in_guest_daemon_and_metrics(
     assert read - PAGE_SECTORS <= sectors <= read + METADATA_SECTORS
 
 
-def agree_on_waits(served: dict[str, Any], after: dict[str, int], metrics: str) -> None:
+def check_waits_agree(served: dict[str, Any], after: dict[str, int], metrics: str) -> None:
     # The daemon's histogram has all get requests, and the driver's has those for which a reader
     # waited when they began.
     seen = served["driver"]["get_latency"]

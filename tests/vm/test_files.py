@@ -23,7 +23,7 @@ from driver import (
     driver_guest,
     evict,
     growth,
-    kept,
+    kept_pages,
     seed,
     set_parameter,
     settle,
@@ -120,7 +120,7 @@ def check_not_cached(guest: Guest, sums: dict[str, str]) -> None:
         guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
         assert checksums(guest, list(sums)) == sums
     after = stats(guest)
-    assert kept(after) == kept(before)
+    assert kept_pages(after) == kept_pages(before)
     assert after["hits"] == before["hits"]
 
 
@@ -177,7 +177,7 @@ def test_quota_file_in_use_reads_no_old_byte(
     assert any(guest.get(path)[2048:]), "the kernel did not write to the quota file"
 
 
-def quota_off(guest: Guest, path: str, way: str) -> None:
+def switch_quota_off(guest: Guest, path: str, way: str) -> None:
     """Makes a quota file an ordinary file in a way in which the kernel keeps its cached pages."""
     guest.sh(f"mount -o remount,ro {WHERE}", 60)
     if way == "off":
@@ -212,7 +212,7 @@ def check_former_quota_file(guest: Guest, way: str) -> None:
         guest.sh(
             f"cd {WHERE} && for i in {owners}; do echo $i >of$i && chown $i of$i; done; sync", 60
         )
-        quota_off(guest, path, way)
+        switch_quota_off(guest, path, way)
         for _ in range(2):
             guest.sh("echo 1 >/proc/sys/vm/drop_caches")
             settle(guest)
@@ -266,7 +266,7 @@ def test_loop_device_on_a_cached_file_reads_no_old_byte(
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     guest.sh(f"{SPECIAL} same {image}", 120)
     after = stats(guest)
-    assert kept(after) - kept(before) > 1000
+    assert kept_pages(after) - kept_pages(before) > 1000
     assert after["mismatches"] == 0
     wait_state(guest, "on")
 
@@ -348,8 +348,8 @@ def test_fadvise_on_part_of_a_page_does_not_prevent_puts(
     # middle of the fadvise call.
     advisers = [guest.start(f"exec {SPECIAL} advise {path} 100", 300) for _ in range(3)]
     for _ in range(3):
-        before = kept(settle(guest))
-        assert kept(evict(guest, [path])) - before >= FILE_PAGES * 9 // 10
+        before = kept_pages(settle(guest))
+        assert kept_pages(evict(guest, [path])) - before >= FILE_PAGES * 9 // 10
     for adviser in advisers:
         assert not adviser.done(), adviser.wait().text
         adviser.kill()
@@ -561,7 +561,7 @@ def test_pages_with_failed_writeback_are_not_put(
     assert "I/O error" in guest.sh("dmesg")
     guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches", 60)
     after = stats(guest)
-    assert kept(after) == kept(before)
+    assert kept_pages(after) == kept_pages(before)
     assert after["index_pages"] <= held - FILE_PAGES // 2
     # Files that were written before still have right contents, which now come from the disk.
     old = guest.sh(f"dd if={path} bs=4096 count={FILE_PAGES} 2>/dev/null | sha256sum").split()[0]

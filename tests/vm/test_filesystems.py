@@ -82,7 +82,7 @@ def mount_arguments(name: str) -> str:
     return f"--device=/dev/vda --fstype={fs.kind}{options}"
 
 
-def random_operations(guest: Guest, name: str, operations: int) -> None:
+def run_random_operations(guest: Guest, name: str, operations: int) -> None:
     arguments = f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 --rounds=2"
     numbers = Torture(guest, f"{arguments} {mount_arguments(name)}", 900).finish()
     assert numbers["ops"] >= operations
@@ -103,7 +103,7 @@ def skip_unless_mountable(kernel: Kernel, name: str) -> None:
 def test_xfs_torture_finds_no_wrong_byte(session: Session, kernel: Kernel, module: Path) -> None:
     """Runs random operations and each scenario on xfs with default options."""
     guest = boot(session, kernel, module, "xfs")
-    random_operations(guest, "xfs", 6_000)
+    run_random_operations(guest, "xfs", 6_000)
     for scenario in (*SCENARIOS, "clone", "swapext"):
         numbers = Torture(guest, f"--scenario={scenario} {mount_arguments('xfs')}").finish()
         assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
@@ -115,7 +115,7 @@ def test_random_operations_find_no_wrong_byte(
 ) -> None:
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name)
-    random_operations(guest, name, 20_000)
+    run_random_operations(guest, name, 20_000)
     Torture(guest, f"--seed={seed()} --mode=versions --ops=5000 --mixed").finish()
     exchange = ["exchange"] if disk.FILE_SYSTEMS[name].exchange else []
     for scenario in (*SCENARIOS, *exchange):
@@ -132,7 +132,7 @@ def test_hits_of_random_operations_match_the_disk(
     """The disk reads every hit as well, and the driver must find no difference."""
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name, "verify_every=1")
-    random_operations(guest, name, 5_000)
+    run_random_operations(guest, name, 5_000)
     counters = stats(guest)
     assert name == UNALIGNED or counters["blocks_gets_equal"] > 100
     assert counters["verify_mismatches"] == 0

@@ -61,7 +61,7 @@ def run(guest: Guest, arguments: str) -> Result:
     return guest.run(f"cd {WHERE} && {FIO} {COMMON} {arguments} 2>&1", 300)
 
 
-def right(done: Result) -> None:
+def check_right(done: Result) -> None:
     assert done.status == 0 and "verify:" not in done.text, done.text[-4000:]
 
 
@@ -84,18 +84,18 @@ def test_fio_verification_finds_no_stale_page(
         "while :; do sync; echo 1 >/proc/sys/vm/drop_caches; sleep 0.1; done", 900
     )
     for turn, arguments in enumerate(RUNS * 2):
-        right(run(guest, f"--randseed={number + turn} {arguments}"))
+        check_right(run(guest, f"--randseed={number + turn} {arguments}"))
     evictor.kill()
     evictor.wait()
     # Write directly, and verify by reads through the page cache.
     for turn in range(2):
         draw = f"--randseed={number + 100 + turn}"
         evict_all(guest)
-        right(run(guest, f"{draw} {DIRECT} --do_verify=0"))
-        right(run(guest, f"{draw} {BUFFERED}"))
+        check_right(run(guest, f"{draw} {DIRECT} --do_verify=0"))
+        check_right(run(guest, f"{draw} {BUFFERED}"))
         evict_all(guest)
         before = stats(guest)["hits"]
-        right(run(guest, f"{draw} {BUFFERED}"))
+        check_right(run(guest, f"{draw} {BUFFERED}"))
         assert stats(guest)["hits"] > before, "no page comes back after a direct write"
     counters = stats(guest)
     print(counters)
@@ -111,13 +111,13 @@ def test_fio_verification_finds_a_stale_page(
     # With retained pages, the driver may find the fault when it puts the page again.
     tmem = Tmem(start_daemon(session).socket("vm1"), properties={"retain": "off"})
     guest = boot(session, kernel, test_module, "ext4", tmem)
-    right(run(guest, f"--randseed=1 {RUNS[0]}"))
+    check_right(run(guest, f"--randseed=1 {RUNS[0]}"))
     evict_all(guest)
     set_parameter(guest, "test_blocks_without", "forget")
     # Set the longest deadline. With a shorter one, the driver could discard the stale page as late,
     # and fio would not find it.
     set_parameter(guest, "deadline_ms", str(DEADLINE_MAX_MS))
-    right(run(guest, f"--randseed=2 {DIRECT} --do_verify=0"))
+    check_right(run(guest, f"--randseed=2 {DIRECT} --do_verify=0"))
     done = run(guest, f"--randseed=2 {BUFFERED}")
     assert done.status != 0, stats(guest)
     assert "verify: bad" in done.text, done.text[-4000:]

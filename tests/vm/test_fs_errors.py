@@ -73,7 +73,7 @@ class Below:
         guest.sh(f"umount {WHERE}", 60)
         self.disk = f"/dev/{guest.disk('data')}"
         self.sectors = int(guest.read(f"/sys/class/block/{guest.disk('data')}/size"))
-        self.node = guest.sh(f"{DM} data {self.whole()}").strip()
+        self.node = guest.sh(f"{DM} data {self.whole_table()}").strip()
         self.mount()
         guest.sh(f"fallocate -l {PAGES * PAGE} {PATH} && sync")
 
@@ -102,10 +102,10 @@ class Below:
         self.guest.sh(f"mount -t ext4 {self.node} {WHERE}", 60)
         wait_served(self.guest)
 
-    def whole(self) -> str:
+    def whole_table(self) -> str:
         return f"0 {self.sectors} linear '{self.disk} 0'"
 
-    def except_blocks(self, targets: Mapping[int, str]) -> str:
+    def table_except_blocks(self, targets: Mapping[int, str]) -> str:
         """Returns a device-mapper table: `targets` at their blocks of one page, else the disk."""
         table, at = [], 0
         for block, target in sorted(targets.items()):
@@ -119,12 +119,12 @@ class Below:
         self.guest.sh(f"dd if=/tmp/data of={PATH} bs={PAGE} seek={page} conv=notrunc 2>/dev/null")
 
     def write_back(self) -> Job:
-        """Starts to write the file back while the disk does not answer."""
+        """Starts to write the file back while the disk does not answer. Returns the job."""
         writing = self.guest.start(f"exec sync {PATH}", 120)
         until(lambda: self.writeback_kib() > 0, WRITEBACK_SECONDS, "pages are written back")
         return writing
 
-    def go_on(self, table: str, writing: Job) -> None:
+    def finish_write_back(self, table: str, writing: Job) -> None:
         self.guest.sh(f"{DM} data {table}")
         writing.wait()
         until(lambda: self.writeback_kib() == 0, WRITEBACK_SECONDS, "all pages are written back")
@@ -144,7 +144,7 @@ def extent_block(image: Path) -> int:
     return int(found[1])
 
 
-def extents_dropped(below: Below, block: int) -> bool:
+def drop_extents(below: Below, block: int) -> bool:
     guest = below.guest
     guest.sh(f"sync {below.node}; {SPECIAL} drain && echo 1 >/proc/sys/vm/drop_caches")
     return guest.run(f"{SPECIAL} cached {below.node} {block}").status == 1
@@ -167,27 +167,28 @@ def fail_conversion(below: Below) -> None:
     below.mount()
     below.write(1)
     # Make the extents unreadable before the data are written: the conversion may begin before
-    # go_on() has loaded its table. They stay writable, because writing page 1 splits an extent. The
-    # target "delay" takes a device, an offset and a delay in ms each for reads, writes and flushes.
+    # finish_write_back() has loaded its table. The extents stay writable, because writing page 1
+    # splits an extent. The target "delay" takes a device, an offset and a delay in ms each for
+    # reads, writes and flushes.
     errors = guest.sh(f"{DM} errors 0 {SECTORS} error ''").strip()
     place = f"{below.disk} {extents * SECTORS} 0"
     unreadable = {extents: f"delay '{errors} 0 0 {place} {place}'"}
     place = f"{below.disk} {data * SECTORS}"
     delay = f"delay '{place} 0 {place} {DELAY_MS} {place} 0'"
-    guest.sh(f"{DM} data {below.except_blocks({**unreadable, data: delay})}")
+    guest.sh(f"{DM} data {below.table_except_blocks({**unreadable, data: delay})}")
     writing = below.write_back()
     # The task that writes holds a reference to the block with the extents for a moment, so retry.
-    until(lambda: extents_dropped(below, extents), WRITEBACK_SECONDS, "the extents leave the cache")
+    until(lambda: drop_extents(below, extents), WRITEBACK_SECONDS, "the extents leave the cache")
     # Suspending the device of the target "delay" ends the delay.
-    below.go_on(below.except_blocks(unreadable), writing)
+    below.finish_write_back(below.table_except_blocks(unreadable), writing)
     print(guest.sh("dmesg | tail -n 4"))
     assert "map_blocks returned -5" in guest.sh("dmesg"), (
         "the conversion of the unwritten extent did not fail"
     )
-    guest.sh(f"{DM} data {below.whole()}")
+    guest.sh(f"{DM} data {below.whole_table()}")
 
 
-def page_after_failed_conversion(below: Below) -> bytes:
+def read_after_failed_conversion(below: Below) -> bytes:
     """Returns page 1 as a reader finds it after a failed conversion and an eviction."""
     fail_conversion(below)
     guest = below.guest
@@ -207,7 +208,7 @@ def test_page_with_a_failed_extent_conversion_is_not_read_from_the_pool(
     zeroes.
     """
     below = Below.boot(session, kernel, module, *NO_JOURNAL)
-    assert page_after_failed_conversion(below) == bytes(PAGE)
+    assert read_after_failed_conversion(below) == bytes(PAGE)
     check_cached(below.guest, make(below.guest, WHERE))
 
 
@@ -231,7 +232,7 @@ def test_file_with_an_aborted_conversion_reads_as_the_disk(
         ABORT_SECONDS,
         "the journal is aborted",
     )
-    below.go_on(below.whole(), writing)
+    below.finish_write_back(below.whole_table(), writing)
     aborting.wait()
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
@@ -252,7 +253,7 @@ def zeroes_unaligned_edges(kernel: Kernel) -> bool:
     return (6, 12) <= kernel.version < (7, 3)
 
 
-def full_image(session: Session, block: int) -> Path:
+def make_small_image(session: Session, block: int) -> Path:
     """Creates an ext4 that is small enough to be filled, without blocks that are kept for root."""
     path = session.directory / "data.img"
     return disk.ext4(path, SMALL_BYTES, None, "-b", str(block), "-m0")
@@ -301,7 +302,7 @@ def test_file_with_a_failed_zero_range_reads_no_old_byte(
         test_module,
         tmem,
         cpus=2,
-        disks=[disk.Disk("data", full_image(session, block))],
+        disks=[disk.Disk("data", make_small_image(session, block))],
         files=programs(SPECIAL),
     )
     guest = vm.start()

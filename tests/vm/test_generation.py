@@ -31,7 +31,7 @@ from driver import (
 )
 from liar import LIES_OF_GENERATIONS, T_GENERATION, T_GET, Liar
 from test_core import check_works, reload
-from test_driver import daemon_trouble, tree_disk
+from test_driver import restart_at_random, tree_disk
 from test_lies import check_reset
 
 from harness.guest import Guest
@@ -157,7 +157,7 @@ def test_killed_daemon_causes_no_wrong_byte_without_notifications(
     torture = Torture(
         guest, f"--seed={number} --ops=6000 --jobs=2 --files=16 --size-max=524288", 600
     )
-    kills = daemon_trouble(daemon, torture, random.Random(number))
+    kills = restart_at_random(daemon, torture, random.Random(number))
     torture.finish()
     wait_state(guest, "on")
     counters = stats(guest)
@@ -252,7 +252,7 @@ def test_wrong_answers_to_generation_requests_cause_no_harm(
         asked = growth(before, stats(guest))["requests_generation"]
         assert 3 <= asked <= SILENT_SECONDS, f"{asked} requests"
         assert state(guest) == "tripped"
-        waiting = liar.waiting_control()
+        waiting = liar.waiting_control_requests()
         assert waiting[T_GENERATION] >= 3
         # Reports are sent once a second until two GENERATION requests are late.
         assert waiting.total() - waiting[T_GENERATION] <= 3, waiting

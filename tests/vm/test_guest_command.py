@@ -16,7 +16,7 @@ from driver import (
     checksums,
     driver_vm,
     evict,
-    kept,
+    kept_pages,
     load,
     set_parameter,
     settle,
@@ -46,14 +46,14 @@ def command() -> dict[str, Path]:
     return {COMMAND: guest_program(ROOT / "guest-driver/tools/tmem-guest.c")}
 
 
-def say(guest: Guest, arguments: str) -> dict[str, Any]:
+def run_json(guest: Guest, arguments: str) -> dict[str, Any]:
     """Runs tmem-guest with --json, and returns its answer. The command must succeed."""
     answer = json.loads(guest.sh(f"{COMMAND} --json {arguments}", 120))
     assert isinstance(answer, dict)
     return answer
 
 
-def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
+def expect_failure(guest: Guest, arguments: str, status: int, *words: str) -> Result:
     """Runs tmem-guest, which must fail with `status` and a message that contains the words."""
     done = guest.run(f"{COMMAND} {arguments}", 60)
     text = done.stderr.decode()
@@ -77,7 +77,7 @@ def start(session: Session, kernel: Kernel, module: Path) -> tuple[Guest, dict[s
     return guest, sums
 
 
-def held(guest: Guest) -> int:
+def held_pages(guest: Guest) -> int:
     """Returns the number of pages that the pool of the mount has."""
     return Mount(guest, WHERE).count("held_pages")
 
@@ -86,8 +86,8 @@ def wait_held(guest: Guest, path: str) -> None:
     """Waits until the pages of a file are put. The pool is ready some time after it was emptied."""
 
     def is_held() -> bool:
-        before = kept(stats(guest))
-        return kept(evict(guest, [path])) - before > PAGES * 9 // 10
+        before = kept_pages(stats(guest))
+        return kept_pages(evict(guest, [path])) - before > PAGES * 9 // 10
 
     until(is_held, 60, f"pages of {path} are put")
 
@@ -98,15 +98,15 @@ def test_status_and_stats_report_the_state_of_the_driver(
 ) -> None:
     vm = driver_vm(session, kernel, module, None, files=command())
     guest = vm.start()
-    refused(guest, "status", NO_DRIVER, "not loaded", "dkms autoinstall")
-    refused(guest, "stats --json", NO_DRIVER, "not loaded")
-    refused(guest, "drop /", NO_DRIVER, "not loaded")
-    refused(guest, "", USAGE, "usage:")
-    refused(guest, "policy", USAGE, "usage: tmem-guest policy")
-    refused(guest, "stats --watch=0", USAGE, "usage:")
-    refused(guest, "trial", USAGE, "usage: tmem-guest trial")
-    refused(guest, "trial 0", USAGE, "usage: tmem-guest trial")
-    refused(guest, "trial 1", NO_DRIVER, "not loaded")
+    expect_failure(guest, "status", NO_DRIVER, "not loaded", "dkms autoinstall")
+    expect_failure(guest, "stats --json", NO_DRIVER, "not loaded")
+    expect_failure(guest, "drop /", NO_DRIVER, "not loaded")
+    expect_failure(guest, "", USAGE, "usage:")
+    expect_failure(guest, "policy", USAGE, "usage: tmem-guest policy")
+    expect_failure(guest, "stats --watch=0", USAGE, "usage:")
+    expect_failure(guest, "trial", USAGE, "usage: tmem-guest trial")
+    expect_failure(guest, "trial 0", USAGE, "usage: tmem-guest trial")
+    expect_failure(guest, "trial 1", NO_DRIVER, "not loaded")
     for name in ("status", "stats", "drop", "policy", "trial"):
         assert guest.sh(f"{COMMAND} {name} --help").startswith(f"usage: tmem-guest {name}")
 
@@ -119,7 +119,7 @@ def test_status_and_stats_report_the_state_of_the_driver(
     assert int(answer["hooks"], 16) > 0
     assert answer["version"] == guest.read("/sys/module/virtio_tmem/version")
     assert "no device" in guest.run(f"{COMMAND} status").text
-    counters = say(guest, "stats")
+    counters = run_json(guest, "stats")
     assert counters.pop("lost_fraction") == 0
     assert counters == stats(guest)
 
@@ -137,17 +137,17 @@ def test_never_policy_empties_the_pool_and_default_policy_allows_puts(
     guest, sums = start(session, kernel, module)
     path, other = list(sums)[:2]
     evict(guest, [path, other])
-    assert held(guest) > 2 * PAGES * 9 // 10
+    assert held_pages(guest) > 2 * PAGES * 9 // 10
 
     # The driver does not know which blocks belong to the file, so it drops all pages of the mount.
     # From then on, evicted pages of the file are not put.
-    answer = say(guest, f"policy {path} never")
+    answer = run_json(guest, f"policy {path} never")
     assert (answer["files"], answer["never"], answer["default"], answer["errors"]) == (1, 1, 0, 0)
-    assert held(guest) == 0
+    assert held_pages(guest) == 0
     before = stats(guest)
     after = evict(guest, [path])
     assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
-    assert held(guest) == 0
+    assert held_pages(guest) == 0
     wait_held(guest, other)
 
     # The policy also survives the eviction of the inode, and a drop_caches that empties the pool.
@@ -158,10 +158,10 @@ def test_never_policy_empties_the_pool_and_default_policy_allows_puts(
     guest.sh("echo Y >/sys/module/virtio_tmem/parameters/drop_caches_flush")
     guest.sh("echo 3 >/proc/sys/vm/drop_caches", 60)
     guest.sh("echo N >/sys/module/virtio_tmem/parameters/drop_caches_flush")
-    assert say(guest, f"policy {path}")["never"] == 1
+    assert run_json(guest, f"policy {path}")["never"] == 1
 
     # With the default policy, the pages of the file are put again.
-    assert say(guest, f"policy {path} default")["never"] == 0
+    assert run_json(guest, f"policy {path} default")["never"] == 0
     assert checksums(guest, [path]) == {path: sums[path]}
     wait_held(guest, path)
     before = stats(guest)
@@ -181,23 +181,23 @@ def test_policy_ends_when_its_file_is_deleted_or_unmounted(
         path = f"{WHERE}/again{turn}"
         guest.sh(f"dd if=/dev/zero of={path} bs=64k count=1 2>/dev/null && sync")
         numbers.add(guest.sh(f"stat -c %i {path}").strip())
-        assert say(guest, f"policy {path}")["default"] == 1
-        assert say(guest, f"policy {path} never")["never"] == 1
+        assert run_json(guest, f"policy {path}")["default"] == 1
+        assert run_json(guest, f"policy {path} never")["never"] == 1
         guest.sh(f"rm {path} && sync")
     assert len(numbers) < 3, "the file system reused no inode number, so nothing was tested"
     # tmem-guest sets the policy of all files below a directory. It neither follows nor counts
     # symbolic links.
     guest.sh(f"mkdir -p {WHERE}/d/e && ln -s {first} {WHERE}/d/link && mkfifo {WHERE}/d/fifo")
     guest.sh(f"for i in 1 2 3; do echo $i >{WHERE}/d/$i; echo $i >{WHERE}/d/e/$i; done; sync")
-    answer = say(guest, f"policy {WHERE}/d never")
+    answer = run_json(guest, f"policy {WHERE}/d never")
     assert (answer["files"], answer["never"], answer["errors"]) == (6, 6, 0)
     guest.sh(f"echo new >{WHERE}/d/new")
-    answer = say(guest, f"policy {WHERE}/d")
+    answer = run_json(guest, f"policy {WHERE}/d")
     assert (answer["never"], answer["default"]) == (6, 1)
     # Policies are not stored on the disk, so they end with the mount.
     guest.sh(f"umount {WHERE}")
     guest.mount("data", WHERE)
-    assert say(guest, f"policy {WHERE}/d {first}")["never"] == 0
+    assert run_json(guest, f"policy {WHERE}/d {first}")["never"] == 0
 
 
 def test_policies_survive_a_switched_off_mount(
@@ -209,13 +209,13 @@ def test_policies_survive_a_switched_off_mount(
     guest.sh(f"{COMMAND} policy {first} {taken_back} never")
     mount = Mount(guest, WHERE)
     mount.switch(False)
-    assert say(guest, f"policy {meanwhile} never")["never"] == 1
-    assert say(guest, f"policy {taken_back} default")["default"] == 1
-    assert say(guest, f"policy {first}")["never"] == 1
+    assert run_json(guest, f"policy {meanwhile} never")["never"] == 1
+    assert run_json(guest, f"policy {taken_back} default")["default"] == 1
+    assert run_json(guest, f"policy {first}")["never"] == 1
     mount.switch(True)
     mount.wait()
     for path, never in ((first, 1), (meanwhile, 1), (taken_back, 0)):
-        assert say(guest, f"policy {path}")["never"] == never, f"{path} has the wrong policy"
+        assert run_json(guest, f"policy {path}")["never"] == never, f"{path} has the wrong policy"
     for path in (first, meanwhile):
         before = stats(guest)
         after = evict(guest, [path])
@@ -236,27 +236,27 @@ def test_requests_without_permission_and_invalid_requests_are_refused(
 
     assert guest.sh("su user -c 'id -u'").strip() == "1000"
     evict(guest, [other])
-    was = held(guest)
+    was = held_pages(guest)
     assert was > PAGES * 9 // 10
     for arguments in (f"policy {other} never", f"policy {other}", f"drop {other}"):
         done = as_user(arguments)
         assert done.status == NOT_OWNER, done
         assert other in done.stderr.decode() and "owner" in done.stderr.decode()
-    assert held(guest) == was
+    assert held_pages(guest) == was
     assert json.loads(as_user(f"--json policy {mine} never").check().text)["never"] == 1
     as_user(f"drop {mine}").check()
 
-    refused(guest, f"drop {WHERE}/absent", SOME, "absent", "No such file")
+    expect_failure(guest, f"drop {WHERE}/absent", SOME, "absent", "No such file")
     guest.sh(f"ln -s {mine} {WHERE}/link")
-    refused(guest, f"drop {WHERE}/link", SOME, f"{WHERE}/link", "symbolic link")
+    expect_failure(guest, f"drop {WHERE}/link", SOME, f"{WHERE}/link", "symbolic link")
     guest.sh(f"mkfifo {WHERE}/fifo")
-    refused(guest, f"policy {WHERE}/fifo", SOME, "neither a file nor a directory")
+    expect_failure(guest, f"policy {WHERE}/fifo", SOME, "neither a file nor a directory")
     guest.sh("echo x >/tmp/file")
-    refused(guest, "policy /tmp/file never", NOT_SERVED, "/tmp/file", "does not serve")
+    expect_failure(guest, "policy /tmp/file never", NOT_SERVED, "/tmp/file", "does not serve")
     # tmem-guest does not enter a directory on which another file system is mounted.
     guest.sh(f"mkdir {WHERE}/below && mount -t tmpfs none {WHERE}/below")
     guest.sh(f"echo x >{WHERE}/below/file")
-    answer = say(guest, f"drop {WHERE}")
+    answer = run_json(guest, f"drop {WHERE}")
     assert answer["errors"] == 0 and answer["files"] == len(sums)
 
 
@@ -267,22 +267,22 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
     # XArray nodes of 584 bytes. The lowest level has one node for the policies of 64 inode numbers,
     # and there are one or two higher levels.
     set_parameter(guest, "test_index_bytes", str(8 * 4 * 584))
-    refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "limit of policies")
-    answer = say(guest, f"policy {WHERE}/d")
+    expect_failure(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "limit of policies")
+    answer = run_json(guest, f"policy {WHERE}/d")
     assert 0 < answer["never"] <= 3 * 64
     # Setting the default policy frees all memory of the policies. Repeat it to find a leak.
     for _ in range(3):
-        assert say(guest, f"policy {WHERE}/d default")["never"] == 0
+        assert run_json(guest, f"policy {WHERE}/d default")["never"] == 0
         path = next(iter(sums))
-        assert say(guest, f"policy {path} never")["never"] == 1
+        assert run_json(guest, f"policy {path} never")["never"] == 1
         guest.sh(f"{COMMAND} policy {path} default")
-    refused(guest, f"policy {WHERE}/d never", SOME, "limit of policies")
-    assert say(guest, f"policy {WHERE}/d")["never"] == answer["never"]
+    expect_failure(guest, f"policy {WHERE}/d never", SOME, "limit of policies")
+    assert run_json(guest, f"policy {WHERE}/d")["never"] == answer["never"]
     # The driver frees the policies of a file system at its unmount.
     guest.sh(f"umount {WHERE}", 60)
     guest.mount("data", WHERE)
-    assert say(guest, f"policy {WHERE}/d")["never"] == 0
-    assert say(guest, f"policy {WHERE}/d/1 never")["never"] == 1
+    assert run_json(guest, f"policy {WHERE}/d")["never"] == 0
+    assert run_json(guest, f"policy {WHERE}/d/1 never")["never"] == 1
 
 
 SMALL_BYTES = 64 << 10
@@ -301,10 +301,10 @@ def test_trial_compares_a_load_with_and_without_the_cache(
     load_job = guest.start(f"while [ ! -e /stop ]; do {read}; sleep 0.1; done", 180)
 
     # A trial that is interrupted leaves the cache on.
-    refused(guest, "trial 60 & sleep 3; kill -INT $!; wait $!", SOME, "the trial was ended")
+    expect_failure(guest, "trial 60 & sleep 3; kill -INT $!; wait $!", SOME, "the trial was ended")
     assert guest.read(switch) == "1"
 
-    answer = say(guest, "trial 0.8")
+    answer = run_json(guest, "trial 0.8")
     guest.sh("touch /stop")
     load_job.wait().check()
     assert guest.read(switch) == "1"
@@ -316,10 +316,10 @@ def test_trial_compares_a_load_with_and_without_the_cache(
     # A type whose cache was off before stays off, and there is nothing to compare.
     for directory in guest.sh(f"ls {SYSFS}/fs").split():
         guest.sh(f"echo 0 >{SYSFS}/fs/{directory}/enabled")
-    refused(guest, "trial 1", NO_DRIVER, "of all types")
+    expect_failure(guest, "trial 1", NO_DRIVER, "of all types")
 
 
-def three_trees(directory: Path, generator: random.Random) -> Path:
+def make_three_trees(directory: Path, generator: random.Random) -> Path:
     for name in (f"{tree}/{group:02}" for tree in "abc" for group in range(GROUPS)):
         (directory / name).mkdir(parents=True)
         for number in range(GROUP_FILES):
@@ -336,7 +336,7 @@ def read_tree(guest: Guest, name: str, *, drop: bool = False) -> None:
         path = f"{WHERE}/{name}/{group:02}"
         guest.sh(f"cat {path}/* >/dev/null", 60)
         if drop:
-            answer = say(guest, f"drop {path}")
+            answer = run_json(guest, f"drop {path}")
             assert (answer["files"], answer["errors"]) == (GROUP_FILES, 0)
             assert answer["cached_pages"] == TREE_PAGES // GROUPS
             assert answer["kept_pages"] == 0
@@ -355,7 +355,7 @@ def test_dropped_directory_tree_takes_no_pool_memory_of_other_files(
     """
     daemon = session.daemon("vm1", pool_size=POOL)
     daemon.start()
-    tree = three_trees(session.directory / "trees", random.Random("three trees"))
+    tree = make_three_trees(session.directory / "trees", random.Random("three trees"))
     image = disk.ext4(session.directory / "data.img", 128 * MIB, tree)
     vm = driver_vm(
         session,

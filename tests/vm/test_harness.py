@@ -47,7 +47,7 @@ def test_guest_agent_runs_commands_and_transfers_files(session: Session, kernel:
         guest.get("/absent")
 
 
-def at_rest(guest: Guest, vm: Vm) -> tuple[int, int]:
+def wait_until_idle(guest: Guest, vm: Vm) -> tuple[int, int]:
     """Waits until the disk is idle; returns sectors read (guest) and bytes read (QEMU)."""
     last = (-1, -1)
 
@@ -73,16 +73,16 @@ def test_disks_have_the_given_contents_and_throttling(session: Session, kernel: 
     vm = session.vm(Config(kernel, disks=disks))
     guest = vm.start()
     guest.mount("data", "/mnt")
-    before, before_qemu = at_rest(guest, vm)
+    before, before_qemu = wait_until_idle(guest, vm)
     digest = guest.sh("sha256sum /mnt/file").split()[0]
     assert digest == hashlib.sha256(content).hexdigest()
-    read, read_qemu = at_rest(guest, vm)
+    read, read_qemu = wait_until_idle(guest, vm)
     assert (read - before) * 512 >= len(content)
     assert read_qemu - before_qemu == (read - before) * 512
     guest.sh("sha256sum /mnt/file")
     # The second read finds the file in the page cache. The file system may have read a few blocks
     # of its metadata.
-    again, again_qemu = at_rest(guest, vm)
+    again, again_qemu = wait_until_idle(guest, vm)
     assert (again - read) * 512 < len(content) // 100
     assert again_qemu - read_qemu == (again - read) * 512
     guest.drop_caches()

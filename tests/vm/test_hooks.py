@@ -55,7 +55,7 @@ def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: 
 
 
 def wait_put(guest: Guest, path: str) -> None:
-    """Waits until a file is put, which it is not while the driver drains its disk."""
+    """Waits until the driver puts the pages of a file. It puts none while it drains the disk."""
 
     def put() -> bool:
         before = stats(guest)["puts"]

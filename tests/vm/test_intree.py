@@ -90,7 +90,7 @@ def boot(
     return guest
 
 
-def served(
+def boot_served(
     session: Session,
     kernel: Kernel,
     parameters: str = "verify_every=0",
@@ -107,7 +107,7 @@ def served(
 
 def test_all_hooks_are_live_without_ftrace(session: Session, kernel: Kernel) -> None:
     """The self-test passes on a kernel without tracing, and all hooks are live."""
-    guest = served(session, kernel)
+    guest = boot_served(session, kernel)
     config = set(guest.sh("zcat /proc/config.gz").splitlines())
     assert "CONFIG_VIRTIO_TMEM=y" in config
     assert config.isdisjoint(f"CONFIG_{name}=y" for name in ABSENT)
@@ -120,7 +120,7 @@ def test_all_hooks_are_live_without_ftrace(session: Session, kernel: Kernel) -> 
 
 def test_evicted_files_are_read_back_from_the_pool(session: Session, kernel: Kernel) -> None:
     """Evicted files are read back with right bytes, and mostly not from the disk."""
-    guest = served(session, kernel)
+    guest = boot_served(session, kernel)
     files = [f"{WHERE}/f{number}" for number in range(16)]
     for path in files:
         guest.sh(f"dd if=/dev/urandom of={path} bs=1M count=1 conv=fsync 2>/dev/null", 60)
@@ -139,7 +139,7 @@ def test_evicted_files_are_read_back_from_the_pool(session: Session, kernel: Ker
 def test_kswapd_waits_for_a_silent_host(session: Session, kernel: Kernel) -> None:
     """kswapd waits while the host takes no page, unless the hook `reclaim` is off."""
     daemon = start_daemon(session)
-    check_waits_for_silent_host(served(session, kernel, daemon=daemon), daemon)
+    check_waits_for_silent_host(boot_served(session, kernel, daemon=daemon), daemon)
 
 
 # The first entry is for a module: a built-in driver redirects no function.
@@ -161,7 +161,7 @@ def test_released_hooks_can_be_installed_again(session: Session, kernel: Kernel)
 
     Afterwards the cache has hits again.
     """
-    guest = served(session, kernel)
+    guest = boot_served(session, kernel)
     torture = Torture(guest, f"--seed={seed()} --ops=6000 {SMALL} --jobs=2", 600)
     for _ in range(5):
         guest.sh(f"echo 0 >{SYSFS}/hooks_enabled", 60)
@@ -179,7 +179,7 @@ def test_released_hooks_can_be_installed_again(session: Session, kernel: Kernel)
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
 def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, name: str) -> None:
     """Random operations, evictions and unmounts cause no wrong byte, and the cache has hits."""
-    guest = served(session, kernel, "verify_every=10", name)
+    guest = boot_served(session, kernel, "verify_every=10", name)
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
     numbers = Torture(guest, f"{arguments} {mount_arguments(name)}", 900).finish()
     assert numbers["ops"] >= OPERATIONS
@@ -196,7 +196,7 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
 def test_writes_without_the_hook_of_submit_bio_are_seen_twice(
     session: Session, kernel: Kernel
 ) -> None:
-    check_writes_are_seen_twice(served(session, kernel))
+    check_writes_are_seen_twice(boot_served(session, kernel))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_writes_without_the_hook_of_submit_bio_are_seen_twice(
 def test_torture_scenarios_find_no_wrong_byte(
     session: Session, kernel: Kernel, name: str, scenarios: list[str]
 ) -> None:
-    guest = served(session, kernel, name=name)
+    guest = boot_served(session, kernel, name=name)
     for scenario in scenarios:
         numbers = Torture(guest, f"--scenario={scenario} {mount_arguments(name)}").finish()
         assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
@@ -222,7 +222,7 @@ def test_missing_submit_bio_fadvise_and_drop_slab_hooks_cost_only_hits(
 
     Without the hook of drop_slab(), drop_caches does not empty the pool.
     """
-    guest = served(session, kernel)
+    guest = boot_served(session, kernel)
     for reader in READERS:
         check_read_path(guest, reader)
     check_fadvise(guest)

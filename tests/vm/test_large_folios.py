@@ -21,7 +21,7 @@ from driver import (
     stats,
     wait_state,
 )
-from test_blocks_checks import GROUP, SPECIAL, make_group, reclaim, without
+from test_blocks_checks import GROUP, SPECIAL, make_group, omit_check, start_reclaim
 from test_filesystems import boot
 
 from harness import disk
@@ -116,7 +116,7 @@ def write_to_evicted(guest: Guest, path: str) -> tuple[list[int], int, bool]:
     before = settle(guest)
     watch_evictions(guest)
     hold = Hold(guest, "free")
-    job = reclaim(guest)
+    job = start_reclaim(guest)
     hold.wait()
     guest.sh(
         f"dd if=/dev/zero of=/dev/{guest.disk('data')} bs={PAGE} seek={place // PAGE} count=1"
@@ -146,7 +146,7 @@ def test_write_between_removal_and_put_reaches_a_page_of_a_huge_folio(
     )
     make_group(guest)
     for check in ("erase", ""):
-        without(guest, check)
+        omit_check(guest, check)
         for number in range(HUGE_FILES):
             orders, puts, right = write_to_evicted(guest, f"{WHERE}/{check}{number}")
             print(check, orders, puts, right)

@@ -206,9 +206,7 @@ def test_attach_sets_retain_only_if_qemu_and_daemon_support_it(
     assert libvirt.config(machine.name) == before
 
 
-def test_attach_sets_swap_only_if_qemu_has_the_property(
-    libvirt: Libvirt, machine: Machine
-) -> None:
+def test_attach_sets_swap_only_if_qemu_has_the_property(libvirt: Libvirt, machine: Machine) -> None:
     define(libvirt, machine)
 
     def attach(*words: str | Path) -> str | None:

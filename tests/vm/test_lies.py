@@ -19,7 +19,7 @@ from driver import (
     checksums,
     driver_guest,
     evict,
-    kept,
+    kept_pages,
     seed,
     set_parameter,
     settle,
@@ -182,14 +182,14 @@ def test_wrong_contents_under_load_switch_the_cache_off(
         assert counters["mismatches"] == counters["misses_check"] > 0
         Torture(guest, "--scenario=plain").finish()
         after = stats(guest)
-        assert (kept(after), after["hits"]) == (kept(counters), counters["hits"])
+        assert (kept_pages(after), after["hits"]) == (kept_pages(counters), counters["hits"])
 
 
 def uptime(guest: Guest) -> float:
     return float(guest.read("/proc/uptime").split()[0])
 
 
-def requests(counters: dict[str, int]) -> dict[str, int]:
+def request_counters(counters: dict[str, int]) -> dict[str, int]:
     return {name: value for name, value in counters.items() if name.startswith("requests_")}
 
 
@@ -216,14 +216,14 @@ def test_device_with_a_stopped_queue_is_reset(
         liar.stop_queue(1)
         wait_state(guest, "offline: the device needs a reset")
         liar.silent = frozenset()
-        sent = requests(stats(guest))
+        sent = request_counters(stats(guest))
         assert checksums(guest, list(sums)) == sums
 
         def reset_again() -> bool:
             counters = stats(guest)
             if counters["device_resets"] == 2:
                 return True
-            assert requests(counters) == sent, "the driver sends requests"
+            assert request_counters(counters) == sent, "the driver sends requests"
             return False
 
         until(reset_again, 120, "the device is reset again")
@@ -233,7 +233,7 @@ def test_device_with_a_stopped_queue_is_reset(
         check_works(guest, sums)
 
 
-def log(guest: Guest) -> str:
+def kernel_log(guest: Guest) -> str:
     return guest.sh("dmesg", 60)
 
 
@@ -248,7 +248,7 @@ def test_set_up_that_fails_after_a_reset_is_repeated(
         liar.stop_queue(1)
         wait_state(guest, "off: the device could not be set up")
         # Two attempts fail.
-        until(lambda: "next attempt in 4 s" in log(guest), 60, "the driver tries again")
+        until(lambda: "next attempt in 4 s" in kernel_log(guest), 60, "the driver tries again")
         assert checksums(guest, list(sums)) == sums
         set_parameter(guest, "inject_nomem_device", "0")
         check_reset(guest, sums)
@@ -269,8 +269,8 @@ def test_set_up_after_a_reset_is_repeated_a_bounded_number_of_times(
         liar.stop_queue(1)
         failed = f"{SET_UP_ATTEMPTS} attempts to set up the device after a reset have failed"
         # The attempts take 1 + 2 + 4 + ... + 32 s in a module that was built for tests.
-        until(lambda: failed in log(guest), 180, "the driver gives up")
-        assert log(guest).count("next attempt in") == SET_UP_ATTEMPTS
+        until(lambda: failed in kernel_log(guest), 180, "the driver gives up")
+        assert kernel_log(guest).count("next attempt in") == SET_UP_ATTEMPTS
         set_parameter(guest, "inject_nomem_device", "0")
         _, (name,) = devices(guest)
         guest.sh(f"echo {name} >{DRIVER}/bind", 60)
@@ -326,7 +326,7 @@ def leave_unanswered(guest: Guest, liar: Liar, kind: int, sums: dict[str, str]) 
         drop_pages(guest)
     elif kind == T_REF:
         drop_pages(guest)
-    until(lambda: liar.waiting() > 0, 60, f"the device has requests of type {kind}")
+    until(lambda: liar.waiting_requests() > 0, 60, f"the device has requests of type {kind}")
 
 
 def check_reset(guest: Guest, sums: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from driver import (
     driver_vm,
     evict,
     growth,
-    kept,
+    kept_pages,
     load,
     seed,
     start_daemon,
@@ -73,8 +73,8 @@ def test_boot_after_a_crash_reads_no_earlier_page(
     sums[first] = overwrite(guest, first)
 
     guest.start(f"{TORTURE} --ops=100000 --files=16 --size-max=262144 {WHERE}", 300)
-    before = kept(stats(guest))
-    until(lambda: kept(stats(guest)) > before + 50, 60, "puts under load")
+    before = kept_pages(stats(guest))
+    until(lambda: kept_pages(stats(guest)) > before + 50, 60, "puts under load")
     if how == "c":
         vm.expect_trouble()
     crash(vm, how)
@@ -121,7 +121,7 @@ def test_dirty_files_larger_than_memory_cause_no_oom_kill(
     assert "Out of memory" not in log and "oom-kill" not in log
     assert "page allocation failure" not in log
     # Pages were reclaimed and read again, and overwritten ones were erased.
-    assert kept(after) - kept(before) > PRESSURE_MIB
+    assert kept_pages(after) - kept_pages(before) > PRESSURE_MIB
     assert after["hits"] > before["hits"]
     assert after["invalidations_block"] > before["invalidations_block"]
     assert after["mismatches"] == 0

@@ -35,7 +35,7 @@ FILES = 4
 FILE_BYTES = 1 << 20
 
 
-def documented() -> list[tuple[str, str]]:
+def documented_messages() -> list[tuple[str, str]]:
     """Returns the messages of insmod and of the kernel from the table in docs/secure-boot.md."""
     text = (ROOT / "docs/secure-boot.md").read_text()
     lines = text.split("<!-- table: refusals -->\n", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
@@ -51,7 +51,7 @@ def lock_down(guest: Guest, mode: str) -> None:
 
 
 def sign(kernel: Kernel, module: Path, directory: Path) -> Path:
-    """Signs the module with a key that no kernel trusts."""
+    """Signs a copy of the module with a key that no kernel trusts, and returns the copy."""
     key, certificate, signed = directory / "key", directory / "certificate", directory / "signed.ko"
     command = [
         "openssl", "req", "-new", "-x509", "-nodes", "-subj", "/CN=nobody", "-newkey", "rsa:2048",
@@ -74,7 +74,7 @@ def test_refused_modules_log_the_documented_messages(
     signed = sign(kernel, module, tmp_path)
     # The checks follow in an order in which none prevents the next: the lockdown lasts until the
     # next boot, so the checks without lockdown come first.
-    (unsigned_row, unknown_row, locked_row, loads_row) = documented()
+    (unsigned_row, unknown_row, locked_row, loads_row) = documented_messages()
     guest = driver_vm(session, kernel, module, None, files={"/signed.ko": signed}).start()
 
     def said(after: int) -> str:

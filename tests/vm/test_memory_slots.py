@@ -37,10 +37,10 @@ NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 MEMINFO = Path("/proc/meminfo")
 
 
-def visible_daemon(session: Session) -> Daemon:
+def start_visible_daemon(session: Session) -> Daemon:
     """Starts a daemon whose memory map the test can read.
 
-    Only root may read the memory map of a confined daemon. So without root, it has no sandbox.
+    Only root may read the memory map of a confined daemon. Without root, the daemon has no sandbox.
     """
     daemon = session.daemon("vm1", options=[] if os.geteuid() == 0 else ["--no-sandbox"])
     daemon.start()
@@ -70,8 +70,8 @@ def huge_pages_free() -> int:
 
 
 @contextmanager
-def huge_pages(count: int) -> Iterator[None]:
-    """Adds `count` huge pages to the host and removes them in the end, or skips the test."""
+def reserve_huge_pages(count: int) -> Iterator[None]:
+    """Adds huge pages to the host until the context ends. Skips the test if it cannot add them."""
     if os.geteuid() != 0 or not NR_HUGEPAGES.exists():
         pytest.skip("this host does not let the test reserve huge pages")
     if f"Hugepagesize: {HUGE_BYTES >> 10:>10} kB" not in MEMINFO.read_text():
@@ -96,14 +96,14 @@ def dimm(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
     if request.param == "pages":
         yield backend
     else:
-        with huge_pages(DIMM_BYTES // HUGE_BYTES):
+        with reserve_huge_pages(DIMM_BYTES // HUGE_BYTES):
             yield {**backend, "hugetlb": True}
 
 
 def test_memory_hotplug_under_torture_causes_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path, dimm: dict[str, object]
 ) -> None:
-    daemon = visible_daemon(session)
+    daemon = start_visible_daemon(session)
     vm = driver_vm(
         session,
         kernel,
@@ -198,7 +198,7 @@ def test_virtio_mem_uses_many_memory_slots(session: Session, kernel: Kernel, mod
     It takes a slot for each GiB, up to 256 slots. If the daemon's limit is lower, QEMU refuses the
     daemon for ever. If the limit is below 253, QEMU gives a device that is plugged later one slot.
     """
-    daemon = visible_daemon(session)
+    daemon = start_visible_daemon(session)
     backend = "memory-backend-memfd,share=on,reserve=off"
     vm = driver_vm(
         session,
@@ -234,8 +234,8 @@ def test_virtio_mem_uses_many_memory_slots(session: Session, kernel: Kernel, mod
 
 
 @contextmanager
-def hugetlbfs(directory: Path) -> Iterator[Path]:
-    """Mounts a file system of huge pages in a directory that does not exist yet."""
+def mount_hugetlbfs(directory: Path) -> Iterator[Path]:
+    """Mounts a file system of huge pages in a new directory, until the context ends."""
     directory.mkdir()
     subprocess.run(
         ["mount", "-t", "hugetlbfs", "-o", f"pagesize={HUGE_BYTES}", "none", directory], check=True
@@ -257,7 +257,7 @@ def shm_file() -> Iterator[Path]:
 
 def check_memory(session: Session, kernel: Kernel, module: Path, backend: str) -> str:
     """Runs torture in a guest with the memory backend; returns the daemon's list of mappings."""
-    daemon = visible_daemon(session)
+    daemon = start_visible_daemon(session)
     vm = driver_vm(
         session,
         kernel,
@@ -281,7 +281,7 @@ def test_cache_works_with_huge_page_memory(
     session: Session, kernel: Kernel, module: Path, kind: str
 ) -> None:
     directory = session.directory / "huge"
-    with huge_pages(VM_BYTES // HUGE_BYTES), hugetlbfs(directory):
+    with reserve_huge_pages(VM_BYTES // HUGE_BYTES), mount_hugetlbfs(directory):
         # QEMU creates a file without a name in the directory, with the mode 0600.
         memory = {"memfd": "memfd,hugetlb=on", "file": f"file,mem-path={directory}"}[kind]
         mappings = check_memory(session, kernel, module, f"memory-backend-{memory}")
@@ -303,7 +303,7 @@ def test_memory_file_of_another_user_is_refused_by_its_path(
     session: Session, kernel: Kernel, module: Path, shm_file: Path
 ) -> None:
     os.chown(shm_file, OTHER_USER, -1)
-    daemon = visible_daemon(session)
+    daemon = start_visible_daemon(session)
     vm = driver_vm(
         session,
         kernel,

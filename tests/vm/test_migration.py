@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,12 @@ def pages(daemon: Daemon) -> int:
     return int(daemon.stats()["pool"]["pages"])
 
 
-def connected(daemon: Daemon) -> bool:
+def is_connected(daemon: Daemon) -> bool:
     (vm,) = daemon.list()["vms"]
     return bool(vm["connected"])
 
 
-def caching_vm(
+def boot_caching_vm(
     session: Session, kernel: Kernel, module: Path, daemon: Daemon, **more: object
 ) -> tuple[Vm, Guest]:
     vm = driver_vm(
@@ -72,12 +73,12 @@ def caching_vm(
     return vm, guest
 
 
-def grows(guest: Guest, name: str, by: int, what: str) -> None:
+def wait_until_grown(guest: Guest, name: str, by: int, what: str) -> None:
     before = stats(guest)[name]
     until(lambda: stats(guest)[name] >= before + by, 60, what)
 
 
-def all_right(guest: Guest) -> None:
+def check_no_mismatch(guest: Guest) -> None:
     """Checks that no page came back from the pool with other bytes than were put."""
     counters = stats(guest)
     wrong = {name: counters[name] for name in ("mismatches", "misses_check") if counters[name]}
@@ -90,19 +91,19 @@ def test_migrated_vm_starts_with_an_empty_cache_and_gets_hits_again(
     """After each migration, the VM starts with an empty cache, fills it and has hits again."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     data, sums = tree_disk(session)
-    vm, guest = caching_vm(session, kernel, module, here, disks=[data])
+    vm, guest = boot_caching_vm(session, kernel, module, here, disks=[data])
     files = list(sums)
     for count, (source, target) in enumerate(((here, there), (there, here)), start=1):
         held = evict(guest, files)["index_pages"]
         assert held > 100
         assert pages(source) > 100 and pages(target) == 0
         before = stats(guest)
-        arrived = migration.receiver(session, vm, device(target))
+        arrived = migration.launch_receiver(session, vm, device(target))
         migration.move(vm, arrived)
         vm, guest = arrived, arrived.guest
         wait_state(guest, "on")
-        until(lambda target=target: connected(target), 20, "the destination's daemon is connected")  # type: ignore[misc]
-        assert not connected(source) and pages(source) == 0, (
+        until(partial(is_connected, target), 20, "the destination's daemon is connected")
+        assert not is_connected(source) and pages(source) == 0, (
             "the source's daemon is still connected or has pages"
         )
         assert pages(target) == 0
@@ -117,7 +118,7 @@ def test_migrated_vm_starts_with_an_empty_cache_and_gets_hits_again(
         evict(guest, files)
         assert checksums(guest, files) == sums
         assert stats(guest)["hits"] > after["hits"] + 100, "the VM has no hits at the destination"
-        all_right(guest)
+        check_no_mismatch(guest)
 
 
 @pytest.mark.parametrize("times", [3, 20])
@@ -128,32 +129,32 @@ def test_migration_under_torture_causes_no_wrong_byte(
     number = seed()
     generator = random.Random(number)
     daemons = [start_daemon(session, VM), start_daemon(session, VM)]
-    vm, guest = caching_vm(session, kernel, module, daemons[0])
+    vm, guest = boot_caching_vm(session, kernel, module, daemons[0])
     torture = LastingTorture(guest, number, LOAD)
     figures = []
     for count in range(times):
         source, target = daemons[count % 2], daemons[(count + 1) % 2]
-        grows(guest, "puts_stored", 100, "the driver stores puts")
-        grows(guest, "hits", 10, "the driver gets hits")
-        assert connected(source) and pages(target) == 0
+        wait_until_grown(guest, "puts_stored", 100, "the driver stores puts")
+        wait_until_grown(guest, "hits", 10, "the driver gets hits")
+        assert is_connected(source) and pages(target) == 0
         time.sleep(generator.uniform(0, 1))  # the test acts at random moments
-        arrived = migration.receiver(session, vm, device(target))
+        arrived = migration.launch_receiver(session, vm, device(target))
         figures.append(migration.move(vm, arrived))
         vm, guest = arrived, arrived.guest
-        assert not torture.ended(guest), torture.finish(guest)
+        assert not torture.has_ended(guest), torture.finish(guest)
         assert pages(source) == 0
         wait_state(guest, "on")
-        all_right(guest)
-    grows(guest, "hits", 10, "the driver gets hits after the last migration")
+        check_no_mismatch(guest)
+    wait_until_grown(guest, "hits", 10, "the driver gets hits after the last migration")
     torture.finish(guest)
     counters = stats(guest)
-    all_right(guest)
+    check_no_mismatch(guest)
     assert counters["generation_changes"] > times
     downtimes = sorted(int(each["downtime"]) for each in figures)
     print(f"{times} migrations, {downtimes} ms of downtime", counters)
 
 
-def serves(vm: Vm) -> bool:
+def is_served(vm: Vm) -> bool:
     """Returns whether a daemon serves the VM: it is connected and has the guest's memory."""
     devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
     found = vm.qmp.execute("x-query-virtio-status", {"path": devices["virtio-tmem"]})
@@ -183,7 +184,7 @@ SHORTEST_MS = 1
 DIRTIER = "while :; do dd if=/dev/zero of=/tmp/junk bs=1M count=40 2>/dev/null; done"
 
 
-def user_driver(session: Session, kernel: Kernel, daemon: Daemon) -> tuple[Vm, UserDriver]:
+def boot_user_driver(session: Session, kernel: Kernel, daemon: Daemon) -> tuple[Vm, UserDriver]:
     config = Config(kernel, VM, MEMORY_BYTES, cpus=2, tmem=device(daemon), files=files())
     vm = session.vm(config)
     vm.start()
@@ -196,9 +197,9 @@ def copy_all_once(session: Session, vm: Vm, daemon: Daemon) -> Vm:
     Returns the VM at the destination.
     """
     vm.guest.sh(f"setsid sh -c '{DIRTIER}' </dev/null >/dev/null 2>&1 & echo $! >/tmp/dirtier")
-    target = migration.receiver(session, vm, device(daemon))
+    target = migration.launch_receiver(session, vm, device(daemon))
     migration.begin(vm, target, bytes_per_second=FIRST_BYTES_PER_SECOND, downtime_ms=SHORTEST_MS)
-    migration.first_pass(vm)
+    migration.wait_until_copied_once(vm)
     migration.set_speed(vm, THEN_BYTES_PER_SECOND, SHORTEST_MS)
     return target
 
@@ -207,7 +208,7 @@ def copy_the_rest(vm: Vm, target: Vm) -> None:
     vm.guest.sh("kill -9 -$(cat /tmp/dirtier)")
     migration.set_speed(vm, migration.UNLIMITED)
     migration.wait(vm, "completed")
-    migration.arrive(vm, target)
+    migration.complete(vm, target)
 
 
 @pytest.mark.smoke
@@ -218,16 +219,16 @@ def test_page_written_by_the_daemon_is_migrated(session: Session, kernel: Kernel
     would hardly notice a missing copy, because the guest reads the daemon's answers at once.
     """
     daemons = [start_daemon(session, VM), start_daemon(session, VM)]
-    vm, driver = user_driver(session, kernel, daemons[0])
-    generation = driver.stored()
+    vm, driver = boot_user_driver(session, kernel, daemons[0])
+    generation = driver.wait_until_stored()
     for count in (1, 2):
         target = copy_all_once(session, vm, daemons[count % 2])
         assert driver.hold() == "held"
         copy_the_rest(vm, target)
         vm = target
-        driver.moved(vm)
+        driver.use_vm(vm)
         assert driver.hold() == "held right"
-        generation = driver.stored(other_than=generation)
+        generation = driver.wait_until_stored(other_than=generation)
 
 
 @pytest.mark.parametrize("trouble", [die, stop, replace])
@@ -239,22 +240,22 @@ def test_page_written_by_a_lost_daemon_is_migrated(
     The daemon may also be replaced.
     """
     here, there = start_daemon(session, VM), start_daemon(session, VM)
-    vm, driver = user_driver(session, kernel, here)
-    driver.stored()
+    vm, driver = boot_user_driver(session, kernel, here)
+    driver.wait_until_stored()
     target = copy_all_once(session, vm, there)
     assert driver.hold() == "held"
     trouble(here)
     if trouble is replace:
-        until(lambda: serves(vm), 20, "QEMU has connected to the next daemon")
+        until(lambda: is_served(vm), 20, "QEMU has connected to the next daemon")
     else:
         # When the VM is paused and resumed, QEMU sends messages to the daemon. The daemon hangs, so
         # QEMU disconnects it.
         vm.pause()
         vm.resume()
-        until(lambda: not serves(vm), 20, "QEMU has lost its daemon")
+        until(lambda: not is_served(vm), 20, "QEMU has lost its daemon")
     assert migration.progress(vm)["status"] == "active"
     copy_the_rest(vm, target)
-    driver.moved(target)
+    driver.use_vm(target)
     assert driver.hold() == "held right"
 
 
@@ -266,15 +267,15 @@ def test_page_written_by_a_daemon_started_during_migration_is_migrated(
     QEMU gives a new daemon the dirty log before the daemon may write.
     """
     here, there = start_daemon(session, VM), start_daemon(session, VM)
-    vm, driver = user_driver(session, kernel, here)
-    generation = driver.stored()
+    vm, driver = boot_user_driver(session, kernel, here)
+    generation = driver.wait_until_stored()
     target = copy_all_once(session, vm, there)
     replace(here)
-    driver.stored(other_than=generation)
+    driver.wait_until_stored(other_than=generation)
     assert driver.hold() == "held"
-    assert serves(vm) and migration.progress(vm)["status"] == "active"
+    assert is_served(vm) and migration.progress(vm)["status"] == "active"
     copy_the_rest(vm, target)
-    driver.moved(target)
+    driver.use_vm(target)
     assert driver.hold() == "held right"
 
 
@@ -294,33 +295,33 @@ def test_failed_migration_keeps_the_cache_of_the_source(
 ) -> None:
     """The VM keeps its cache if a migration fails or is cancelled, and the next one succeeds."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
-    vm, guest = caching_vm(session, kernel, module, here)
+    vm, guest = boot_caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "the driver gets hits")
+    wait_until_grown(guest, "hits", 10, "the driver gets hits")
     changes = stats(guest)["generation_changes"]
     for _ in range(2):
-        target = migration.receiver(session, vm, device(there))
+        target = migration.launch_receiver(session, vm, device(there))
         migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
-        migration.half_done(vm)
+        migration.wait_until_half_done(vm)
         end(vm, target)
         target.stop()
         assert vm.status() == "running"
-        grows(guest, "hits", 10, "the driver gets hits after the ended migration")
-        grows(guest, "puts_stored", 10, "the driver puts after the ended migration")
+        wait_until_grown(guest, "hits", 10, "the driver gets hits after the ended migration")
+        wait_until_grown(guest, "puts_stored", 10, "the driver puts after the ended migration")
         assert stats(guest)["generation_changes"] == changes, (
             "the failed or cancelled migration emptied the VM's cache"
         )
-        assert not torture.ended(guest)
-    arrived = migration.receiver(session, vm, device(there))
+        assert not torture.has_ended(guest)
+    arrived = migration.launch_receiver(session, vm, device(there))
     migration.move(vm, arrived)
     guest = arrived.guest
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "the driver gets hits at the destination")
+    wait_until_grown(guest, "hits", 10, "the driver gets hits at the destination")
     torture.finish(guest)
-    all_right(guest)
+    check_no_mismatch(guest)
 
 
-def refused(vm: Vm, target: Vm) -> str:
+def start_refused_migration(vm: Vm, target: Vm) -> str:
     """Starts a migration that `target` must refuse. Returns the log of the target's QEMU."""
     migration.begin(vm, target)
     migration.wait(vm, "failed")
@@ -335,7 +336,7 @@ def test_destination_with_another_device_is_refused(
     source."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     data, sums = tree_disk(session)
-    vm, guest = caching_vm(session, kernel, module, here, disks=[data])
+    vm, guest = boot_caching_vm(session, kernel, module, here, disks=[data])
     held = evict(guest, list(sums))["index_pages"]
     changes = stats(guest)["generation_changes"]
     other = Tmem(there.socket(VM), num_queues=QUEUES + 1)
@@ -345,18 +346,18 @@ def test_destination_with_another_device_is_refused(
         (device(there, event_idx="off"), ["eatures", "unsupported"]),
         (None, ["tmem"]),
     ]:
-        target = migration.receiver(session, vm, tmem)
-        said = refused(vm, target)
+        target = migration.launch_receiver(session, vm, tmem)
+        said = start_refused_migration(vm, target)
         assert all(word in said for word in words), f"the refusal lacks one of {words}: {said}"
         assert vm.status() == "running"
-        assert not connected(there) or pages(there) == 0
+        assert not is_connected(there) or pages(there) == 0
     before = stats(guest)
     assert before["generation_changes"] == changes
     assert checksums(guest, list(sums)) == sums
     assert stats(guest)["hits"] - before["hits"] > held // 2, (
         "the failed or cancelled migration emptied the VM's cache"
     )
-    all_right(guest)
+    check_no_mismatch(guest)
 
 
 @pytest.mark.parametrize("trouble", [die, stop])
@@ -370,26 +371,26 @@ def test_dead_or_hung_daemon_does_not_stop_a_migration(
 ) -> None:
     """A migration succeeds although a daemon dies or hangs. The VM only loses its cache."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
-    vm, guest = caching_vm(session, kernel, module, here)
+    vm, guest = boot_caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "the driver gets hits")
-    target = migration.receiver(session, vm, device(there))
-    until(lambda: connected(there), 20, "the destination's daemon is connected")
+    wait_until_grown(guest, "hits", 10, "the driver gets hits")
+    target = migration.launch_receiver(session, vm, device(there))
+    until(lambda: is_connected(there), 20, "the destination's daemon is connected")
     migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
-    migration.half_done(vm)
+    migration.wait_until_half_done(vm)
     trouble(here if which == "source" else there)
     migration.set_speed(vm, migration.UNLIMITED)
     migration.wait(vm, "completed")
-    migration.arrive(vm, target)
+    migration.complete(vm, target)
     guest = target.guest
-    assert not torture.ended(guest)
+    assert not torture.has_ended(guest)
     if which == "target":
         there.stop()
         there.start()
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "the driver gets hits again")
+    wait_until_grown(guest, "hits", 10, "the driver gets hits again")
     torture.finish(guest)
-    all_right(guest)
+    check_no_mismatch(guest)
 
 
 POST_COPY = "postcopy-ram"
@@ -403,30 +404,30 @@ def test_post_copy_destination_is_served_after_all_memory_arrived(
     The daemon cannot access memory that has not arrived yet.
     """
     here, there = start_daemon(session, VM), start_daemon(session, VM)
-    vm, guest = caching_vm(session, kernel, module, here)
+    vm, guest = boot_caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "the driver gets hits")
+    wait_until_grown(guest, "hits", 10, "the driver gets hits")
 
-    target = migration.receiver(session, vm, device(there))
-    until(lambda: connected(there), 20, "the destination has connected to the daemon")
+    target = migration.launch_receiver(session, vm, device(there))
+    until(lambda: is_connected(there), 20, "the destination has connected to the daemon")
     migration.begin(
         vm,
         target,
         bytes_per_second=migration.SLOW_BYTES_PER_SECOND,
         capabilities=[POST_COPY],
     )
-    migration.half_done(vm)
+    migration.wait_until_half_done(vm)
     vm.qmp.execute("migrate-start-postcopy")
     until(lambda: target.status() == "running", 60, "the VM runs before its memory has arrived")
     assert migration.progress(vm)["status"] == "postcopy-active"
-    assert not serves(target)
+    assert not is_served(target)
     migration.set_speed(vm, migration.UNLIMITED)
     vm.qmp.execute("migrate-set-parameters", {"max-postcopy-bandwidth": migration.UNLIMITED})
     migration.wait(vm, "completed")
-    migration.arrive(vm, target)
+    migration.complete(vm, target)
     guest = target.guest
-    until(lambda: serves(target), 60, "QEMU has connected the daemon")
+    until(lambda: is_served(target), 60, "QEMU has connected the daemon")
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "the driver gets hits again")
+    wait_until_grown(guest, "hits", 10, "the driver gets hits again")
     torture.finish(guest)
-    all_right(guest)
+    check_no_mismatch(guest)

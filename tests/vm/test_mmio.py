@@ -22,7 +22,9 @@ FILES = [f"{WHERE}/{number}" for number in range(8)]
 RETURN_SECONDS = 30
 
 
-def mmio_vm(session: Session, kernel: Kernel, module: Path, socket: Path, num_queues: int) -> Vm:
+def create_mmio_vm(
+    session: Session, kernel: Kernel, module: Path, socket: Path, num_queues: int
+) -> Vm:
     """Creates a VM whose device has this number of request queues and uses virtio-mmio."""
     device = Tmem(socket, num_queues=num_queues).arguments()
     return driver_vm(
@@ -45,7 +47,7 @@ def mmio_vm(session: Session, kernel: Kernel, module: Path, socket: Path, num_qu
 
 def test_device_works_over_virtio_mmio(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
-    vm = mmio_vm(session, kernel, module, daemon.socket("vm1"), 4)
+    vm = create_mmio_vm(session, kernel, module, daemon.socket("vm1"), 4)
     guest = vm.start()
     load(guest)
     place = guest.sh("readlink -f /sys/bus/virtio/drivers/virtio_tmem/virtio*")
@@ -79,7 +81,7 @@ def test_device_with_fewer_queues_than_configured_is_used_over_virtio_mmio(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A queue that does not exist causes another error than with virtio-pci."""
-    vm = mmio_vm(session, kernel, test_module, start_daemon(session).socket("vm1"), 3)
+    vm = create_mmio_vm(session, kernel, test_module, start_daemon(session).socket("vm1"), 3)
     guest = vm.start()
     load(guest, "inject_more_queues=1")
     log = guest.sh("dmesg", 60)

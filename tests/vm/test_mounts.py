@@ -18,7 +18,7 @@ from driver import (
     driver_guest,
     driver_vm,
     evict,
-    kept,
+    kept_pages,
     load,
     seed,
     set_parameter,
@@ -275,7 +275,7 @@ def test_switched_off_file_system_type_is_not_cached(
         assert checksums(guest, list(sums)) == sums
         guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     after = stats(guest)
-    assert (kept(after), after["hits"]) == (kept(before), before["hits"])
+    assert (kept_pages(after), after["hits"]) == (kept_pages(before), before["hits"])
     mounts = Mount(guest, WHERE), Mount(guest, OTHER)
     assert [mount.read("state") for mount in mounts] == ["off", "off"]
 

@@ -50,7 +50,7 @@ OPERATIONS = 100_000
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
 
-def native_vm(
+def create_native_vm(
     session: Session,
     *,
     throttle: disk.Throttle | None = None,
@@ -71,9 +71,9 @@ def native_vm(
     )
 
 
-def native_guest(session: Session) -> Guest:
+def boot_native_guest(session: Session) -> Guest:
     """Boots a guest, mounts its disk and waits until the driver caches files."""
-    guest = native_vm(session).start()
+    guest = create_native_vm(session).start()
     guest.mount("data", WHERE)
     wait_state(guest, "on")
     wait_served(guest)
@@ -82,7 +82,7 @@ def native_guest(session: Session) -> Guest:
 
 def test_random_operations_find_no_wrong_byte(session: Session) -> None:
     """Random operations, evictions and unmounts cause no wrong byte, and the cache has hits."""
-    guest = native_guest(session)
+    guest = boot_native_guest(session)
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
     Torture(guest, arguments, 600).finish()
     counters = stats(guest)
@@ -98,7 +98,7 @@ def test_memory_written_by_the_kernel_survives_swapping(session: Session) -> Non
 
     User-mode Linux has a fault here, which a patch of tests/native-kernel/patches corrects.
     """
-    guest = native_guest(session)
+    guest = boot_native_guest(session)
     Torture(guest, "--scenario=swapped_buffer").finish()
 
 
@@ -161,7 +161,7 @@ def test_benchmarks_run_guests_on_one_processor_and_the_host_on_another() -> Non
     chosen = pinning()
     with Session(pinning=chosen) as session:
         daemon = start_daemon(session)
-        vm = native_vm(session, daemon=daemon)
+        vm = create_native_vm(session, daemon=daemon)
         guest = vm.start()
         guest.start("sleep 100", 120)
         assert processors_of(vm.process.pid) == {chosen.guests}
@@ -195,7 +195,7 @@ def test_delayed_wake_up_loses_no_interrupt(session: Session) -> None:
 
 def test_throttled_disk_bypasses_the_page_cache_of_the_host(session: Session) -> None:
     """Reads of a throttled disk take as long as its limits require, also of the same data again."""
-    vm = native_vm(session, throttle=disk.CLOUD_VOLUME)
+    vm = create_native_vm(session, throttle=disk.CLOUD_VOLUME)
     guest = vm.start()
     size = 64 * MIB
     guest.sh(f"dd if=/dev/zero of=/dev/vda bs=1M count={size // MIB} 2>/dev/null", 60)
@@ -211,7 +211,7 @@ def test_throttled_disk_bypasses_the_page_cache_of_the_host(session: Session) ->
 
 def test_disk_in_the_page_cache_of_the_host_is_reported(session: Session) -> None:
     """check_cache() raises for a disk whose image is in the host's page cache."""
-    vm = native_vm(session, direct=False)
+    vm = create_native_vm(session, direct=False)
     guest = vm.start()
     guest.sh("dd if=/dev/vda of=/dev/null bs=1M count=16 2>/dev/null", 60)
     assert storage.cached_bytes(vm.exports[0].disk.path) >= 16 * MIB
@@ -266,6 +266,6 @@ def test_benchmark_measures_gets_and_puts(session: Session) -> None:
     assert machine.counters(before)["hits"] >= 500
     middle = {kind: percentile(ticks, 0.5) for kind, ticks in samples.items()}
     assert 0 < middle["empty"] < middle["cached"] < middle["get"], middle
-    ticks = machine.micro(1, lambda _: None)
+    ticks = machine.run_micro_benchmarks(1, lambda _: None)
     assert 0 < ticks["copy"] < ticks["put"], ticks
     assert ticks["copy"] < ticks["put_cold"] and ticks["put_off"] < ticks["put_cold"], ticks

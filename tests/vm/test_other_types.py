@@ -29,7 +29,7 @@ from driver import (
     wait_state,
 )
 from test_filesystems import SMALL
-from test_guest_command import NOT_SERVED, command, refused
+from test_guest_command import NOT_SERVED, command, expect_failure
 from test_mounts import Mount
 
 from harness import disk
@@ -50,12 +50,12 @@ PAGE = 4096
 OTHER = "/other"
 
 
-def torture(guest: Guest, name: str, operations: int) -> None:
+def run_torture(guest: Guest, name: str, operations: int) -> None:
     """Runs random operations on a file system, and unmounts and mounts it once."""
     fs = disk.find(name)
     arguments = (
-        f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 --rounds=2 {disk.left_out(name)}"
-        f" --device=/dev/{guest.disk(serial(name))} --fstype={fs.kind}"
+        f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 --rounds=2"
+        f" {disk.omit_arguments(name)} --device=/dev/{guest.disk(serial(name))} --fstype={fs.kind}"
     )
     Torture(guest, arguments, 600, f"/{name}").finish()
 
@@ -101,13 +101,13 @@ def test_torture_finds_no_wrong_byte(session: Session, kernel: Kernel, module: P
         wait_mount(guest, f"/{name}")
         set_parameter(guest, "verify_every", "0")
         before = stats(guest)
-        torture(guest, name, OPERATIONS)
+        run_torture(guest, name, OPERATIONS)
         Torture(
             guest, f"--seed={seed()} --mode=versions --ops=500 --mixed", 300, f"/{name}"
         ).finish()
         hits = stats(guest)["hits"] - before["hits"]
         set_parameter(guest, "verify_every", "1")
-        torture(guest, name, OPERATIONS // 2)
+        run_torture(guest, name, OPERATIONS // 2)
         counters = growth(before, stats(guest))
         print(name, hits, counters)
         assert hits > OPERATIONS // 20
@@ -264,4 +264,4 @@ def test_policies_of_files_are_refused_if_inode_numbers_change(
     """A file of vfat has no number that names it for as long as it exists."""
     guest = driver_guest(session, kernel, module, fs=disk.find("vfat"), files=command())
     make(guest, WHERE, "f")
-    refused(guest, f"policy {WHERE}/f0 never", NOT_SERVED, "policies")
+    expect_failure(guest, f"policy {WHERE}/f0 never", NOT_SERVED, "policies")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from driver import WHERE, checksums, driver_vm, load, programs, settle
 from test_guest_command import COMMAND, command
-from test_reporting import BALLOON, allocated
+from test_reporting import BALLOON, allocated_bytes
 
 from bench.vm.host_bytes import MemoryGroup
 from harness import disk
@@ -123,7 +123,7 @@ class Host:
         self.group.limit(count_bytes, swap_bytes)
         self.limit_bytes, self.swap_bytes = count_bytes, swap_bytes
 
-    def program(self, path: Path, before: str = "", around: str = "") -> Path:
+    def make_program(self, path: Path, before: str = "", around: str = "") -> Path:
         """Returns a script that runs a program in the control group."""
         out = self._directory / path.name
         join = "".join(f"echo $$ >{file}\n" for file in sorted(self.group.process_files()))
@@ -131,14 +131,14 @@ class Host:
         out.chmod(0o755)
         return out
 
-    def qemu(self) -> Path:
-        return self.program(qemu_binary())
+    def make_qemu(self) -> Path:
+        return self.make_program(qemu_binary())
 
-    def tmemd(self) -> Path:
+    def make_tmemd(self) -> Path:
         """Returns a tmemd that reads the group's memory. Its unit has the same OOM score."""
         hide = f"mount --bind {self.meminfo} /proc/meminfo"
         around = f'unshare --mount sh -ec \'{hide}; exec "$0" "$@"\''
-        return self.program(host_binary("tmemd"), "echo 900 >/proc/self/oom_score_adj", around)
+        return self.make_program(host_binary("tmemd"), "echo 900 >/proc/self/oom_score_adj", around)
 
     def close(self) -> None:
         self._end.set()
@@ -148,7 +148,7 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    """A host with a swap area. It ends after the session of the test."""
+    """Yields a host with a swap area. The host ends after the session of the test."""
     if reason := why_not():
         pytest.skip(reason)
     area = subprocess.Popen(
@@ -180,7 +180,7 @@ def boot(
     """
     names = [f"vm{number}" for number in range(VMS)]
     daemon = session.daemon(*names, pool_size="256MiB", options=options)
-    daemon.program = host.tmemd()
+    daemon.program = host.make_tmemd()
     daemon.start()
     vms, sums = [], []
     for name in names:
@@ -196,7 +196,7 @@ def boot(
             module,
             Tmem(daemon.socket(name)),
             name=name,
-            qemu=host.qemu(),
+            qemu=host.make_qemu(),
             memory_bytes=RAM_BYTES,
             tcg_buffer_bytes=CODE_BYTES,
             disks=[disk.Disk("data", image)],
@@ -219,12 +219,12 @@ def boot(
     return daemon, vms, sums
 
 
-def held(daemon: Daemon) -> int:
+def pool_bytes(daemon: Daemon) -> int:
     """Returns the memory that the pool uses."""
     return int(daemon.stats()["pool"]["held_bytes"])
 
 
-def usable(guest: Guest) -> int:
+def usable_mib(guest: Guest) -> int:
     """Returns the mebibytes that a process of a guest uses, nearly all that are available."""
     kib = int(guest.sh("awk '/^MemAvailable:/ { print $2 }' /proc/meminfo"))
     return kib // 1024 - LEFT_MIB
@@ -237,16 +237,16 @@ def use_everything(daemon: Daemon, vms: list[Vm], host: Host) -> tuple[int, list
     """
 
     def resident() -> int:
-        return sum(allocated(vm) for vm in vms)
+        return sum(allocated_bytes(vm) for vm in vms)
 
-    pool = held(daemon)
+    pool = pool_bytes(daemon)
     most = HOST_BYTES - pool - 2 * FREE_MIN_BYTES
     until(lambda: resident() <= most, RETURN_SECONDS, "the VMs return memory")
     unused = VMS * RAM_BYTES - resident()
     own = host.group.charged_bytes() - host.group.cached_bytes() - resident() - pool
     host.limit(HOST_BYTES + own, VMS * RAM_BYTES - HOST_BYTES + EXTRA_BYTES)
     free, swap = host.available(), host.swap_free()
-    sizes = [usable(vm.guest) for vm in vms]
+    sizes = [usable_mib(vm.guest) for vm in vms]
     print(f"MiB: programs {own // MIB}, pool {pool // MIB}, unused {unused // MIB}")
     print(f"MiB: available {free // MIB}, swap {swap // MIB}, the guests use {sizes}")
     # The rule of docs/autosize.md holds, and would not hold without the pool's memory.
@@ -274,7 +274,7 @@ def test_vms_take_their_memory_back_at_once(
     until(checked, USE_SECONDS, "the guests use their memory")
     seconds = [job.stdout().split()[2].decode() for job in jobs]
     print(f"s: {seconds}")
-    left, swapped = held(daemon), host.group.swapped_bytes()
+    left, swapped = pool_bytes(daemon), host.group.swapped_bytes()
     print(f"MiB: pool {left // MIB}, swapped {swapped // MIB}")
     assert left < pool // 2
     for vm, job, right in zip(vms, jobs, sums, strict=True):
@@ -282,7 +282,7 @@ def test_vms_take_their_memory_back_at_once(
         job.kill()
         job.wait()
         assert checksums(vm.guest, [FILE]) == {FILE: right}
-    assert host.group.oom_kills() == 0 and daemon.process.alive()
+    assert host.group.oom_kills() == 0 and daemon.process.is_alive()
 
 
 def test_kernel_kills_a_process_if_the_pool_keeps_its_memory(
@@ -296,4 +296,4 @@ def test_kernel_kills_a_process_if_the_pool_keeps_its_memory(
     daemon, vms, _ = boot(session, kernel, module, host, [])
     use_everything(daemon, vms, host)
     until(host.group.oom_kills, USE_SECONDS, "the kernel kills a process")
-    until(lambda: not daemon.process.alive(), 20, "the kernel kills the daemon")
+    until(lambda: not daemon.process.is_alive(), 20, "the kernel kills the daemon")

@@ -232,7 +232,7 @@ def test_live_patch_applies_while_the_hooks_are_released(
     guest.sh("rmmod virtio_tmem", 60)
 
 
-def held_some(guest: Guest, torture: Torture) -> None:
+def wait_until_some_held(guest: Guest, torture: Torture) -> None:
     until(
         lambda: stats(guest)["index_pages"] > 20 or torture.job.done(), 120, "some pages are held"
     )
@@ -246,7 +246,7 @@ def test_hooks_are_released_and_installed_again_under_load(
     torture = Torture(guest, f"--seed={seed()} --ops=3000 --files=16 --size-max=262144", 600)
     rounds = 0
     while not torture.job.done() and rounds < 20:
-        held_some(guest, torture)
+        wait_until_some_held(guest, torture)
         assert switch_hooks(guest, False) == 0
         assert switch_hooks(guest, True) == 0
         rounds += 1

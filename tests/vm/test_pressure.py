@@ -40,10 +40,10 @@ OOM_SCORE = "echo 900 >/proc/self/oom_score_adj"
 @pytest.fixture(scope="module")
 def fill() -> Path:
     """Returns the program that fills a pool, which cargo builds."""
-    return example("fill")
+    return build_example("fill")
 
 
-def example(name: str) -> Path:
+def build_example(name: str) -> Path:
     """Builds an example program of tmemd and returns its path."""
     command = ["cargo", "build", "--locked", "-p", "tmemd", "--example", name]
     command += ["--message-format", "json", "--manifest-path", str(ROOT / "Cargo.toml")]
@@ -101,7 +101,7 @@ class Host:
         command = f"tmemd --pool-size {POOL}MiB --control /run/control {arguments}"
         names = ["vm", *(f"vm{number}" for number in range(vms))]
         command += "".join(f" --vm socket=/run/{name}.sock,name={name}" for name in names)
-        command = f"{joined(before)} exec {command} 2>&1"
+        command = f"{join_command(before)} exec {command} 2>&1"
         self.daemon = self.guest.start(f"{OOM_SCORE}; {command}", 1200)
         until(
             lambda: self.guest.run("test -S /run/control").status == 0,
@@ -109,7 +109,7 @@ class Host:
             "tmemd has its control socket",
         )
         self.filler: Job = self.guest.start(
-            f"{joined(before)} exec fill /run/vm.sock /run/control {FILLED} 2>&1", 1200
+            f"{join_command(before)} exec fill /run/vm.sock /run/control {FILLED} 2>&1", 1200
         )
         until(lambda: bool(self.lines()), 300, "the pool is full")
 
@@ -129,7 +129,7 @@ class Host:
         return int(self.guest.sh("awk '/^MemAvailable:/ { print $2 }' /proc/meminfo")) << 10
 
 
-def joined(before: str) -> str:
+def join_command(before: str) -> str:
     """Returns a command that moves the shell into the control group, if there is one."""
     return f"echo $$ >{GROUP}/cgroup.procs;" if before else ""
 
@@ -209,16 +209,16 @@ def test_burst_ends_no_process_but_the_daemon(session: Session, kernel: Kernel, 
     The pool gives way in time, or the kernel ends the daemon, but it ends no other process. Which
     of the two happens depends on how fast the VM's processors release memory.
     """
-    take = example("take")
+    take = build_example("take")
     watch = "--host-free-min 1MiB --memory-pressure none"
     host = Host(session, kernel, fill, watch, more=(take,))
     # Without the pool's memory, the process cannot have so much, but it can with it.
     taken = host.available() // MIB + FILLED * 3 // 4
     taker = host.guest.start(f"exec take {taken} 0 2>&1", 300)
     until(taker.done, 240, "the process has the memory")
-    print(taker.stdout().decode(), killed(host.guest), sep="\n")
+    print(taker.stdout().decode(), killed_processes(host.guest), sep="\n")
     assert taker.wait().status == 0, "the process that needs memory was ended"
-    assert killed(host.guest) in ([], ["tmemd"])
+    assert killed_processes(host.guest) in ([], ["tmemd"])
 
 
 def test_four_vms_take_their_memory_back_at_once(
@@ -229,7 +229,7 @@ def test_four_vms_take_their_memory_back_at_once(
     The host has available memory, the pool and swap for that, as docs/autosize.md requires. A fifth
     VM gets pages from the pool meanwhile, and the test prints how long that takes.
     """
-    regrow, reader, vms = example("regrow"), example("reader"), 4
+    regrow, reader, vms = build_example("regrow"), build_example("reader"), 4
     each = MEMORY * 3 // 2 // vms // MIB
     # Without the arguments for pressure, the daemon has its defaults. The swap has a margin.
     swap_bytes = MEMORY * 3 // 2
@@ -257,7 +257,7 @@ def test_four_vms_take_their_memory_back_at_once(
     print("gets before:", quiet, "gets meanwhile:", busy, sep="\n")
     print(*(job.stdout().decode() for job in jobs), full, given, sep="\n")
     assert not gets.done(), busy
-    assert killed(host.guest) == []
+    assert killed_processes(host.guest) == []
     assert given["held_bytes"] < full["held_bytes"] // 2
     # The rule holds, and would not hold without the pool's memory and swap.
     unused = vms * each * MIB
@@ -267,7 +267,7 @@ def test_four_vms_take_their_memory_back_at_once(
     )
 
 
-def killed(guest: Guest) -> list[str]:
+def killed_processes(guest: Guest) -> list[str]:
     """Returns the names of the processes that the kernel has ended because memory was used up."""
     names = re.findall(r"Out of memory: Killed process \d+ \((\S+)\)", guest.sh("dmesg"))
     count = int(guest.sh("awk '/^oom_kill / { print $2 }' /proc/vmstat"))

@@ -20,7 +20,7 @@ from driver import (
     wait_state,
 )
 from liar import Liar
-from test_deadline import FILE, FILLER, hold
+from test_deadline import FILE, FILLER, evict_in_steps
 
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -57,12 +57,12 @@ def direct_sum(guest: Guest, path: str) -> str:
     return guest.sh(f"dd if={path} bs=1M iflag=direct 2>/dev/null | sha256sum").split()[0]
 
 
-def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
+def evict_filler(guest: Guest, size_mib: int) -> dict[str, int]:
     """Evicts FILLER, whose pages replace those of FILE in the put ring. Returns the counters.
 
     Raises unless the index has most pages of both files.
     """
-    found = hold(guest, FILLER, FILLER_MIB)
+    found = evict_in_steps(guest, FILLER, FILLER_MIB)
     assert found["index_pages"] > (size_mib + FILLER_MIB) * MIB_PAGES * 9 // 10
     return found
 
@@ -80,12 +80,12 @@ def test_only_pages_missing_in_the_pool_are_read_from_disk(
     size_mib = 6
     pages = size_mib * MIB_PAGES
     guest = driver_guest(session, kernel, test_module)
-    empty = hold(guest, FILLER, FILLER_MIB)["index_pages"]
-    held = hold(guest, FILE, size_mib)["index_pages"]
+    empty = evict_in_steps(guest, FILLER, FILLER_MIB)["index_pages"]
+    held = evict_in_steps(guest, FILE, size_mib)["index_pages"]
     for _ in range(5):  # a busy host may drop some puts
         if held - empty == pages:
             break
-        held = hold(guest, FILE, size_mib, create=False)["index_pages"]
+        held = evict_in_steps(guest, FILE, size_mib, create=False)["index_pages"]
     assert held - empty == pages
     # Write some runs of pages. The writes erase the blocks from the driver's index. The injected
     # fault "ring full" then makes the driver drop the puts of these pages.
@@ -136,11 +136,11 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
         # read_ahead_kb and max_sectors_kb.
         queue = f"/sys/block/{guest.disk('data')}/queue"
         guest.sh(f"echo 128 >{queue}/read_ahead_kb; echo 128 >{queue}/max_sectors_kb")
-        hold(guest, FILE, size_mib)
+        evict_in_steps(guest, FILE, size_mib)
         right = direct_sum(guest, FILE)
         # The device gives no answer, answers after 1.5 deadlines (late) and after 0.6 (in time).
         for delay in (SILENT_SECONDS, 1.5, 0.6):
-            before = outside_ring(guest, size_mib)
+            before = evict_filler(guest, size_mib)
             liar.delay_seconds = delay * deadline_us / 1e6
             began, ended = guest.sh(
                 "cut -d' ' -f1 /proc/uptime;"
@@ -165,7 +165,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             assert guest.sh("sha256sum </tmp/read").split()[0] == right
             liar.delay_seconds = 0.0
             wait_state(guest, "on")
-            hold(guest, FILE, size_mib, create=False)
+            evict_in_steps(guest, FILE, size_mib, create=False)
 
 
 def test_other_readaheads_do_not_wait_if_one_holds_all_requests(
@@ -177,9 +177,9 @@ def test_other_readaheads_do_not_wait_if_one_holds_all_requests(
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         queue = f"/sys/block/{guest.disk('data')}/queue"
         guest.sh(f"echo 8192 >{queue}/read_ahead_kb")
-        hold(guest, FILE, size_mib)
+        evict_in_steps(guest, FILE, size_mib)
         right = direct_sum(guest, FILE)
-        before = outside_ring(guest, size_mib)
+        before = evict_filler(guest, size_mib)
         liar.delay_seconds = SILENT_SECONDS
         guest.sh(f"dd if={FILE} of=/tmp/read bs={size_mib}M count=1 2>/dev/null", 120)
         after = stats(guest)
@@ -210,7 +210,7 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
             guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={pages} 2>/dev/null; sync")
         sums = checksums(guest, [FILE, whole])
         evict(guest, [FILE, whole])
-        hold(guest, FILLER, 8)
+        evict_in_steps(guest, FILLER, 8)
         # Read and evict every second page, so that it is in the put ring. Each of the other pages
         # then needs a request of its own.
         readahead = f"/sys/block/{guest.disk('data')}/queue/read_ahead_kb"
@@ -233,7 +233,7 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
         )
         liar.delay_seconds = 0.0
         evict(guest, [whole])
-        before = hold(guest, FILLER, 8)
+        before = evict_in_steps(guest, FILLER, 8)
         assert checksums(guest, [whole]) == {whole: sums[whole]}
         grown = growth(before, stats(guest))
         assert grown["hits"] + grown["misses_late"] == pages, (

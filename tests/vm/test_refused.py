@@ -75,7 +75,7 @@ def write(guest: Guest, path: str) -> dict[str, str]:
     return {path: hashlib.sha256(content).hexdigest()}
 
 
-def known(guest: Guest) -> Mount:
+def wait_until_known(guest: Guest) -> Mount:
     """Waits until the driver knows the mount at INNER.
 
     It learns of an xfs when a page of one of its files is read.
@@ -94,7 +94,7 @@ def known(guest: Guest) -> Mount:
 
 def check_refused(guest: Guest, reason: str) -> None:
     """Checks that the driver refuses the file system at INNER with `reason`, and puts no page."""
-    mount = known(guest)
+    mount = wait_until_known(guest)
     mount.wait("refused: ")
     assert reason in mount.read("state")
     number = mount.path.rpartition("/")[2]
@@ -105,7 +105,7 @@ def check_refused(guest: Guest, reason: str) -> None:
     mount.switch(False)
     mount.switch(True)
     mount.wait("refused: ")
-    assert known(guest).count("puts") == 0
+    assert wait_until_known(guest).count("puts") == 0
 
 
 def check_served(guest: Guest) -> None:
@@ -115,7 +115,7 @@ def check_served(guest: Guest) -> None:
     guest.sh(f"rm {path}")
 
 
-def gone(guest: Guest) -> None:
+def unmount_inner(guest: Guest) -> None:
     """Unmounts the file system at INNER and checks that the driver's `state` no longer names it."""
     guest.sh(f"umount {INNER}", 60)
     assert state(guest) == "on"
@@ -131,7 +131,7 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     )
     write(guest, f"{INNER}/f")
     check_refused(guest, CRYPT_REASON)
-    gone(guest)
+    unmount_inner(guest)
 
     # The driver refuses a device if a part of its table, or of the table of a device below, is
     # encrypted.
@@ -142,7 +142,7 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     guest.sh(f"mke2fs -q -b {BLOCK} {linear} && mount -t ext4 {linear} {INNER}", 60)
     write(guest, f"{INNER}/f")
     check_refused(guest, CRYPT_REASON)
-    gone(guest)
+    unmount_inner(guest)
 
     # Assemble an md array without a superblock through sysfs.
     number = guest.read(f"/sys/block/{linear.rpartition('/')[2]}/dev")
@@ -155,7 +155,7 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     )
     guest.sh(f"mount -t ext4 /dev/md7 {INNER}", 60)
     check_refused(guest, CRYPT_REASON)
-    gone(guest)
+    unmount_inner(guest)
 
     # Mount a loop device whose file is on the encrypted disk.
     guest.sh(f"mount -t ext4 /dev/md7 {INNER}", 60)
@@ -172,7 +172,7 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     # The driver cannot drain an md array, so it must see the mount from its begin.
     reload(guest, "allow_encrypted=1")
     guest.sh(f"umount {INNER}; mount -t ext4 /dev/md7 {INNER}", 60)
-    known(guest).wait("on")
+    wait_until_known(guest).wait("on")
     check_served(guest)
 
 
@@ -214,7 +214,7 @@ def test_file_systems_on_dm_verity_are_refused(
     ).strip()
     guest.sh(f"mkdir {INNER} && mount -t ext4 -o ro,noload {node} {INNER}", 60)
     check_refused(guest, "dm-0 uses the verity target; allow_encrypted=1")
-    gone(guest)
+    unmount_inner(guest)
 
 
 def test_devices_with_integrity_tags_are_refused(
@@ -232,7 +232,7 @@ def test_devices_with_integrity_tags_are_refused(
     guest.sh(f"mkdir {INNER} && mke2fs -q -b {BLOCK} {node} && mount -t ext4 {node} {INNER}", 60)
     write(guest, f"{INNER}/f")
     check_refused(guest, "dm-0 uses the integrity target; allow_encrypted=1")
-    gone(guest)
+    unmount_inner(guest)
 
 
 def test_dm_linear_targets_are_served(session: Session, kernel: Kernel, module: Path) -> None:
@@ -260,12 +260,12 @@ def test_untested_block_sizes_and_realtime_xfs_are_refused(
     guest.sh(f"mkdir {INNER} && mount -t ext4 {nodes['two']} {INNER}", 60)
     write(guest, f"{INNER}/f")
     check_refused(guest, "blocks of 2048 bytes are not tested; allow_untested=1")
-    gone(guest)
+    unmount_inner(guest)
     guest.sh(f"mount -t xfs -o rtdev={nodes['real']} {nodes['xfs']} {INNER}", 60)
     write(guest, f"{INNER}/f")
     check_refused(guest, "a realtime or zoned xfs is not tested; allow_untested=1")
     reload(guest, "allow_untested=1")
-    known(guest).wait("on")
+    wait_until_known(guest).wait("on")
     check_served(guest)
 
 
@@ -278,7 +278,7 @@ def test_ext4_that_may_store_files_in_inodes_is_served(
     guest.sh(f"mkdir {INNER} && mount -t ext4 /dev/{guest.disk('inline')} {INNER}", 60)
     small = f"{INNER}/small"
     write(guest, f"{INNER}/f")
-    known(guest).wait("on")
+    wait_until_known(guest).wait("on")
     for content in (b"old\n", b"new\n", changed_content(small), b"small again\n"):
         guest.put(small, content)
         for _ in range(2):

@@ -65,12 +65,12 @@ def memory(vm: Vm) -> Path:
     raise AssertionError("QEMU has no memfd")
 
 
-def allocated(vm: Vm) -> int:
+def allocated_bytes(vm: Vm) -> int:
     """Returns the bytes that the host has allocated for a VM's memory."""
     return memory(vm).stat().st_blocks * 512
 
 
-def used(guest: Guest) -> int:
+def used_bytes(guest: Guest) -> int:
     """Returns the bytes of a guest's memory that are not free."""
     free = re.search(r"^MemFree: +(\d+) kB", guest.sh("cat /proc/meminfo"), re.MULTILINE)
     assert free
@@ -80,11 +80,11 @@ def used(guest: Guest) -> int:
 def test_freed_memory_returns_to_the_host(session: Session, kernel: Kernel, module: Path) -> None:
     vm, guest = boot(session, kernel, module)
     guest.sh(f"dd if=/dev/zero of={TMPFS} bs=1M count={FREED_BYTES // MIB}", FILL_SECONDS)
-    full = allocated(vm)
+    full = allocated_bytes(vm)
     guest.sh(f"rm {TMPFS}")
     most = full - FREED_BYTES * RETURNED
-    until(lambda: allocated(vm) <= most, REPORTED_SECONDS, "memory returns")
-    print(f"allocated: {full} full, {allocated(vm)} after")
+    until(lambda: allocated_bytes(vm) <= most, REPORTED_SECONDS, "memory returns")
+    print(f"allocated: {full} full, {allocated_bytes(vm)} after")
 
 
 def test_daemon_reads_no_memory_that_the_guest_returned(
@@ -97,10 +97,10 @@ def test_daemon_reads_no_memory_that_the_guest_returned(
     guest.sh("sync; echo 3 > /proc/sys/vm/drop_caches; echo 1 > /proc/sys/vm/compact_memory")
 
     def excess() -> int:
-        return allocated(vm) - used(guest)
+        return allocated_bytes(vm) - used_bytes(guest)
 
     until(lambda: excess() <= RAM_BYTES // 100, REPORTED_SECONDS, "memory returns")
-    print(f"allocated: {allocated(vm)}, used by the guest: {used(guest)}")
+    print(f"allocated: {allocated_bytes(vm)}, used by the guest: {used_bytes(guest)}")
     # The check can fail: a process that reads all memory allocates what the guest has returned.
     with memory(vm).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
         assert sum(pages[at] for at in range(0, RAM_BYTES, 4096)) >= 0

@@ -745,7 +745,7 @@ def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
     check_right(guest, sums)
 
 
-def retained_folios(
+def boot_with_retained_folios(
     session: Session, kernel: Kernel, module: Path
 ) -> tuple[Guest, str, bytearray, dict[int, int]]:
     """Boots a guest with an xfs, and makes the host retain the pages of a file in large folios.
@@ -781,7 +781,7 @@ def test_hole_in_a_retained_folio_erases_only_the_page_of_the_hole(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """A hole splits a large folio with retained pages. Only the page of the hole is erased."""
-    guest, path, content, folios = retained_folios(session, kernel, module)
+    guest, path, content, folios = boot_with_retained_folios(session, kernel, module)
     hole = next(first + 1 for first, pages in folios.items() if pages >= 4)
     before = stats(guest)
     guest.sh(f"{SPECIAL} punch {path} {hole * PAGE} {PAGE}")
@@ -800,7 +800,7 @@ def test_no_reference_is_sent_for_a_folio_with_a_hwpoison_page(
     The program has a reference to the folio, so that the kernel cannot split it and leaves it in
     the page cache.
     """
-    guest, path, content, folios = retained_folios(session, kernel, module)
+    guest, path, content, folios = boot_with_retained_folios(session, kernel, module)
     first, pages = next(item for item in folios.items() if item[1] >= 4)
     before = stats(guest)
     done = guest.run(f"{SPECIAL} damage {path} {first + 1}")  # the kernel may end the program

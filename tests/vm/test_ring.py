@@ -38,7 +38,7 @@ BURSTS = 8  # number of bursts of CHUNK_PAGES: four times the slots of a guest o
 OWN_MS = 1000.0  # longest delay by a busy machine; the host does not answer in these tests
 
 
-def stated(name: str) -> int:
+def driver_constant(name: str) -> int:
     """Returns the value of a constant of the driver's core/core.h."""
     source = (ROOT / "guest-driver/core/core.h").read_text()
     found = re.search(rf"#define {name}\s+(\d+)", source)
@@ -46,10 +46,10 @@ def stated(name: str) -> int:
     return int(found[1])
 
 
-IN_FLIGHT = stated("TMEM_PUTS_IN_FLIGHT")
+IN_FLIGHT = driver_constant("TMEM_PUTS_IN_FLIGHT")
 # Maximum numbers of flushes that wait to be sent, and that are in flight, in ranges of pages.
-FLUSHES_WAIT = stated("TMEM_FLUSH_PENDING")
-FLUSHES_SENT = stated("TMEM_FLUSHES_IN_FLIGHT") * BATCH_PAGES
+FLUSHES_WAIT = driver_constant("TMEM_FLUSH_PENDING")
+FLUSHES_SENT = driver_constant("TMEM_FLUSHES_IN_FLIGHT") * BATCH_PAGES
 MANY = "/mnt/many"
 MANY_FILES = 600
 MANY_AT_ONCE = 50  # number of files of two pages that fit the ring together
@@ -86,7 +86,10 @@ def test_one_queue_may_use_slots_from_the_share_of_other_queues(
 
 
 def hold_feeder(guest: Guest) -> Hold:
-    """Stops the feeder thread at its next run. Two puts, which fill no batch, make it run."""
+    """Stops the feeder thread at its next run, and returns the hold.
+
+    Makes two puts, which fill no batch, so that the feeder thread runs.
+    """
     hold = Hold(guest, "feeder")
     guest.sh("dd if=/dev/urandom of=/mnt/two bs=4096 count=2 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
@@ -207,7 +210,7 @@ def test_partial_batches_are_sent_after_a_bounded_delay(
         guest.sh(f"dd if=/dev/urandom of=/mnt/{number} bs=4096 count=2 2>/dev/null; sync")
         waits_ms.append(drop_and_wait(guest))
     print("partial batches were sent after", waits_ms, "ms")
-    assert min(waits_ms[1:]) <= stated("TMEM_PUT_DELAY_MS") + OWN_MS
+    assert min(waits_ms[1:]) <= driver_constant("TMEM_PUT_DELAY_MS") + OWN_MS
     waiting = stats(guest)
     assert waiting["requests_put"] - before["requests_put"] >= IN_FLIGHT
     assert 2 * IN_FLIGHT <= waiting["puts"] - before["puts"] < BATCH_PAGES

@@ -15,7 +15,7 @@ from harness.vm import MIB, Config, Tmem, Vm
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 
-def snapshot_vm(session: Session, kernel: Kernel, tmem: Tmem) -> Vm:
+def create_snapshot_vm(session: Session, kernel: Kernel, tmem: Tmem) -> Vm:
     image = qcow2.create(session.directory / "state.qcow2", 64 * MIB)
     disks = [Disk("state", image, format="qcow2")]
     return session.vm(Config(kernel, tmem=tmem, files=files(), disks=disks, memory_bytes=192 * MIB))
@@ -25,18 +25,18 @@ def snapshot_vm(session: Session, kernel: Kernel, tmem: Tmem) -> Vm:
 def test_loadvm_ends_the_generation(session: Session, kernel: Kernel) -> None:
     daemon = session.daemon("vm1")
     daemon.start()
-    vm = snapshot_vm(session, kernel, Tmem(daemon.socket("vm1"), num_queues=1))
+    vm = create_snapshot_vm(session, kernel, Tmem(daemon.socket("vm1"), num_queues=1))
     vm.start()
     driver = UserDriver(vm)
-    first = driver.stored()
+    first = driver.wait_until_stored()
     vm.save("one")
-    assert driver.stored() == first
+    assert driver.wait_until_stored() == first
     assert driver.keep() == "hit", "the stored page was lost during savevm"
     vm.load("one")
-    second = driver.stored(other_than=first)
+    second = driver.wait_until_stored(other_than=first)
     assert driver.keep() == "hit"
     vm.load("one")
-    assert driver.stored(other_than=first) != second
+    assert driver.wait_until_stored(other_than=first) != second
     vm.quit()
 
 
@@ -47,10 +47,10 @@ def test_savevm_and_loadvm_work_without_the_daemon(
     """savevm and loadvm work without the daemon, and the guest learns that its pages are gone."""
     daemon = session.daemon("vm1")
     daemon.start()
-    vm = snapshot_vm(session, kernel, Tmem(daemon.socket("vm1"), num_queues=1))
+    vm = create_snapshot_vm(session, kernel, Tmem(daemon.socket("vm1"), num_queues=1))
     vm.start()
     driver = UserDriver(vm)
-    first = driver.stored()
+    first = driver.wait_until_stored()
     vm.save("with")
     if stopped:
         daemon.pause()
@@ -64,8 +64,8 @@ def test_savevm_and_loadvm_work_without_the_daemon(
         daemon.resume()
     else:
         daemon.start()
-    second = driver.stored(other_than=first)
+    second = driver.wait_until_stored(other_than=first)
     assert driver.keep() == "hit"
     vm.load("with")
-    assert driver.stored(other_than=first) != second
+    assert driver.wait_until_stored(other_than=first) != second
     vm.quit()

@@ -531,7 +531,13 @@ def test_swap_areas_that_are_not_served(session: Session, kernel: Kernel, module
     [("off", "", False), ("on", "", True), ("on", "swap=0", False), ("off", "swap=1", True)],
 )
 def test_swap_is_served_only_if_an_administrator_wants_it(
-    session: Session, kernel: Kernel, module: Path, device: str, parameters: str, served: bool
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    *,
+    device: str,
+    parameters: str,
+    served: bool,
 ) -> None:
     """The host's administrator sets a property of the device, the guest's one a parameter."""
     swap_image = disk.blank(session.directory / "swap.img", SWAP_BYTES)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from driver import checksums, driver_vm, evict, load, start_daemon, stats, wait_state
 from test_driver import overwrite, tree_disk
-from test_migration import all_right
+from test_migration import check_no_mismatch
 
 from harness import migration, qcow2
 from harness.daemon import Daemon
@@ -45,10 +45,10 @@ class World:
     def files(self) -> list[str]:
         return list(self.sums)
 
-    def holds(self) -> int:
+    def pool_pages(self) -> int:
         return int(self.daemon.stats()["pool"]["pages"])
 
-    def later(self) -> None:
+    def overwrite_files(self) -> None:
         """Overwrites files and evicts them, and checks that the pool has their new pages."""
         changed = {path: overwrite(self.guest, path) for path in self.files[:CHANGED]}
         assert all(self.sums[path] != changed[path] for path in changed)
@@ -57,9 +57,9 @@ class World:
         assert checksums(self.guest, list(changed)) == changed
         assert stats(self.guest)["hits"] > before + 100
         evict(self.guest, list(changed))
-        assert self.holds() > 100
+        assert self.pool_pages() > 100
 
-    def is_as_before(self, guest: Guest, known_hits: int) -> None:
+    def check_as_before(self, guest: Guest, known_hits: int) -> None:
         """Checks that all files have their earlier contents and that none comes from the pool.
 
         Also checks that the VM then caches again.
@@ -71,7 +71,7 @@ class World:
         evict(guest, self.files)
         assert checksums(guest, self.files) == self.sums
         assert stats(guest)["hits"] > known_hits + 100
-        all_right(guest)
+        check_no_mismatch(guest)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def world(session: Session, kernel: Kernel, module: Path) -> World:
     return World(daemon, vm, guest, sums, image)
 
 
-def rest(world: World, path: Path) -> int:
+def save_memory(world: World, path: Path) -> int:
     """Pauses the VM and saves its memory to a file; returns the guest's number of hits."""
     known = stats(world.guest)["hits"]
     world.guest.close()
@@ -102,9 +102,9 @@ def rest(world: World, path: Path) -> int:
     return known
 
 
-def wake(session: Session, world: World, path: Path) -> Guest:
-    """Restores the VM's memory from the file `path` in another QEMU."""
-    vm = migration.receiver(session, world.vm, world.vm.config.tmem)
+def restore_memory(session: Session, world: World, path: Path) -> Guest:
+    """Restores the VM's memory from the file `path` in another QEMU, and returns the guest."""
+    vm = migration.launch_receiver(session, world.vm, world.vm.config.tmem)
     migration.restore(vm, path)
     until(lambda: world.daemon.list()["vms"][0]["connected"], 60, "QEMU finds the daemon")
     return vm.guest
@@ -113,11 +113,11 @@ def wake(session: Session, world: World, path: Path) -> Guest:
 def test_vm_restored_from_a_file_starts_with_an_empty_pool(session: Session, world: World) -> None:
     """A VM that is restored from a file finds no page, because the earlier QEMU has ended."""
     path = session.directory / "state"
-    known = rest(world, path)
-    assert world.holds() > 100, "the pool has too few pages of the paused VM"
+    known = save_memory(world, path)
+    assert world.pool_pages() > 100, "the pool has too few pages of the paused VM"
     world.vm.quit()
-    until(lambda: world.holds() == 0, 60, "the pool is empty")
-    world.is_as_before(wake(session, world, path), known)
+    until(lambda: world.pool_pages() == 0, 60, "the pool is empty")
+    world.check_as_before(restore_memory(session, world, path), known)
 
 
 def test_vm_reverted_to_a_snapshot_reads_no_newer_page(session: Session, world: World) -> None:
@@ -126,7 +126,7 @@ def test_vm_reverted_to_a_snapshot_reads_no_newer_page(session: Session, world: 
     The memory is in a file. The disk's later changes are in an overlay, which is discarded.
     """
     path = session.directory / "state"
-    known = rest(world, path)
+    known = save_memory(world, path)
     overlay = session.directory / "overlay.qcow2"
     snapshot = {
         "node-name": world.vm.config.disks[0].node,
@@ -140,11 +140,11 @@ def test_vm_reverted_to_a_snapshot_reads_no_newer_page(session: Session, world: 
     world.vm.qmp.execute("blockdev-snapshot-sync", snapshot)
     world.vm.resume()
     world.guest = world.vm.connect()
-    world.later()
+    world.overwrite_files()
     world.guest.close()
     world.vm.quit()
     assert overlay.stat().st_size > 4 * MIB, "the overlay is too small to hold the changes"
-    world.is_as_before(wake(session, world, path), known)
+    world.check_as_before(restore_memory(session, world, path), known)
 
 
 def test_boot_from_an_earlier_image_reads_no_newer_page(session: Session, world: World) -> None:
@@ -154,11 +154,11 @@ def test_boot_from_an_earlier_image_reads_no_newer_page(session: Session, world:
     copy = session.directory / "before.qcow2"
     shutil.copy(world.image, copy)
     world.vm.resume()
-    world.later()
+    world.overwrite_files()
     world.guest.sh("umount /mnt")
     world.guest.close()
     world.vm.quit()
     shutil.copy(copy, world.image)
     guest = world.vm.start()
     load(guest, "verify_every=0")
-    world.is_as_before(guest, stats(guest)["hits"])
+    world.check_as_before(guest, stats(guest)["hits"])

@@ -77,7 +77,7 @@ def boot(session: Session, kernel: Kernel, module: Path) -> tuple[Guest, dict[st
     return guest, sums, daemon
 
 
-def file_on_disk(guest: Guest, path: str) -> set[int]:
+def evict_and_list_blocks(guest: Guest, path: str) -> set[int]:
     """Evicts all pages of a file; returns the numbers of its blocks of 4 KiB on the disk."""
     pages = -(-int(guest.sh(f"stat -c %s {path}")) // PAGE)
     places = guest.sh(
@@ -94,7 +94,7 @@ def test_put_and_get_events_match_the_counters(
     guest, sums, _ = boot(session, kernel, module)
     path = next(iter(sums))
     pool = guest.disk("data")
-    blocks = file_on_disk(guest, path)
+    blocks = evict_and_list_blocks(guest, path)
     trace_on(guest)
     before = stats(guest)
     after = evict(guest, [path])
@@ -124,7 +124,7 @@ def test_invalidate_events_match_the_counters(
     guest, sums, _ = boot(session, kernel, module)
     path, other = list(sums)[:2]
     pool = guest.disk("data")
-    blocks = file_on_disk(guest, path)
+    blocks = evict_and_list_blocks(guest, path)
 
     # A write erases the held pages of its blocks.
     evict(guest, [path])
@@ -192,7 +192,7 @@ def test_breaker_and_reset_are_traced(session: Session, kernel: Kernel, test_mod
 def test_poison_events_name_the_page(session: Session, kernel: Kernel, test_module: Path) -> None:
     guest, sums, _ = boot(session, kernel, test_module)
     path = next(iter(sums))
-    blocks = file_on_disk(guest, path)
+    blocks = evict_and_list_blocks(guest, path)
     evict(guest, [path])
     trace_on(guest)
     set_parameter(guest, "inject_corrupt", "1")

@@ -84,7 +84,7 @@ def test_tracers_under_torture_cause_no_wrong_byte(
     toggling = guest.start("exec sh /tmp/toggle", 900)
 
     def toggled() -> bool:
-        assert not torture.ended(guest), guest.get(torture.OUTPUT)[-4000:]
+        assert not torture.has_ended(guest), guest.get(torture.OUTPUT)[-4000:]
         assert not toggling.done(), toggling.wait().text
         return int(guest.sh("wc -l </tmp/rounds")) >= ROUNDS
 

@@ -49,7 +49,7 @@ def row_of(kernel: Kernel) -> served.Served:
     return next(row for row in served.kernels() if kernel.release.startswith(row.begins))
 
 
-def untested(kernel: Kernel) -> str:
+def untested_release(kernel: Kernel) -> str:
     """Returns a newer point release than the tested ones."""
     row = row_of(kernel)
     return f"{row.begins}{max(int(name.rsplit('.', 1)[1]) for name in row.releases) + 1}"
@@ -118,7 +118,7 @@ def check_share(hits: int, compared: int, every: int) -> None:
 def test_untested_kernel_release_compares_more_hits_with_the_disk(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    name = untested(kernel)
+    name = untested_release(kernel)
     guest = driver_guest(session, kernel, test_module, parameters=f"test_release={name}-1~deb12u1")
     assert state(guest) == note(name, "one read in 64 is")
     write_files(guest)
@@ -141,7 +141,7 @@ def test_untested_kernel_release_compares_more_hits_with_the_disk(
 def test_verify_every_set_at_load_overrides_the_default_of_untested_releases(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    name = untested(kernel)
+    name = untested_release(kernel)
     guest = driver_guest(
         session, kernel, test_module, parameters=f"test_release={name} verify_every=256"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from driver import LastingTorture, driver_vm, load, seed, stats, wait_state
-from test_migration import all_right, grows
+from test_migration import check_no_mismatch, wait_until_grown
 
 from harness.daemon import Daemon
 from harness.kernel import Kernel
@@ -59,7 +59,7 @@ def test_upgraded_daemon_serves_the_same_vms(
         tortures[name] = LastingTorture(guests[name], seed(), LOAD)
     before = {}
     for name, guest in guests.items():
-        grows(guest, "hits", 10, f"{name} hits")
+        wait_until_grown(guest, "hits", 10, f"{name} hits")
         before[name] = stats(guest)["generation_changes"]
 
     old = program(daemon)
@@ -83,8 +83,8 @@ def test_upgraded_daemon_serves_the_same_vms(
     print(f"{time.monotonic() - begun:.2f} s until both are connected again")
     for name, guest in guests.items():
         wait_state(guest, "on")
-        grows(guest, "puts_stored", 10, f"{name}'s cache fills again")
-        grows(guest, "hits", 10, f"{name} hits again")
+        wait_until_grown(guest, "puts_stored", 10, f"{name}'s cache fills again")
+        wait_until_grown(guest, "hits", 10, f"{name} hits again")
         assert stats(guest)["generation_changes"] > before[name]
         tortures[name].finish(guest)
-        all_right(guest)
+        check_no_mismatch(guest)

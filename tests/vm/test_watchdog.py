@@ -58,7 +58,7 @@ def query_qmp(vm: Vm) -> None:
 
 
 @contextmanager
-def supervised(daemon: Daemon) -> Iterator[Supervisor]:
+def supervise(daemon: Daemon) -> Iterator[Supervisor]:
     supervisor = Supervisor(daemon, scaled(PERIOD_SECONDS))
     try:
         supervisor.start()
@@ -70,7 +70,7 @@ def supervised(daemon: Daemon) -> Iterator[Supervisor]:
 def test_hung_daemon_is_replaced(session: Session, kernel: Kernel, module: Path) -> None:
     """A daemon stopped under load is replaced within its period, and the guest caches again."""
     daemon = session.daemon("vm1", pool_size="128MiB")
-    with supervised(daemon) as supervisor:
+    with supervise(daemon) as supervisor:
         vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2)
         guest = vm.start()
         load(guest, "verify_every=0")
@@ -173,7 +173,7 @@ def test_operation_waits_at_most_one_timeout_for_a_hung_daemon(
 ) -> None:
     """An operation on a VM whose daemon has just hung waits for one time-out at most."""
     daemon = session.daemon("vm1", pool_size="128MiB")
-    with supervised(daemon) as supervisor:
+    with supervise(daemon) as supervisor:
         vm = driver_vm(
             session,
             kernel,
@@ -209,13 +209,13 @@ def test_hung_daemon_delays_the_end_of_a_migration_only_up_to_a_bound(
     """At the end of a migration, a hung daemon delays the stop of the device only up to a bound."""
     here, there = session.daemon("vm1", pool_size="128MiB"), session.daemon("vm1")
     there.start()
-    with supervised(here) as supervisor:
+    with supervise(here) as supervisor:
         tmem = Tmem(here.socket("vm1"))
         vm = driver_vm(session, kernel, module, tmem, memory_bytes=192 * MIB)
         load(vm.start(), "verify_every=0")
-        target = migration.receiver(session, vm, Tmem(there.socket("vm1")))
+        target = migration.launch_receiver(session, vm, Tmem(there.socket("vm1")))
         migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
-        migration.half_done(vm)
+        migration.wait_until_half_done(vm)
         here.pause()
         begun = time.monotonic()
         migration.set_speed(vm, migration.UNLIMITED)
@@ -225,7 +225,7 @@ def test_hung_daemon_delays_the_end_of_a_migration_only_up_to_a_bound(
             f" with {downtime:.2f} s of downtime"
         )
         assert downtime < BACKEND_TIMEOUT_SECONDS + scaled(OWN_SECONDS)
-        migration.arrive(vm, target)
+        migration.complete(vm, target)
         guest = target.guest
         wait_state(guest, "on")
         Torture(guest, "--scenario=plain").finish()

@@ -63,7 +63,7 @@ class UserDriver:
         seen = [line for line in self.lines() if line.startswith("generation ")]
         return int(seen[-1].split()[1], 0)
 
-    def stored(self, other_than: int = 0) -> int:
+    def wait_until_stored(self, other_than: int = 0) -> int:
         """Waits until a page is stored in a live generation; returns the generation.
 
         `other_than` is a generation that has ended.
@@ -105,7 +105,7 @@ class UserDriver:
             "tmemcfg holds a page",
         )
 
-    def moved(self, vm: Vm) -> None:
+    def use_vm(self, vm: Vm) -> None:
         """Sets the VM to use, after a migration of the guest with the program to another QEMU."""
         self._vm = vm
 

@@ -19,7 +19,7 @@ use tmem_pool::PageHash;
 pub fn run(args: &EngineArgs) -> Result<(), String> {
     progress("reading files");
     let corpus = corpus::load(args.corpus.as_deref(), args.pages(), args.seed)?;
-    let pages = times::sized(&corpus.pages, &PageHash::new(42));
+    let pages = times::compressible_pages(&corpus.pages, &PageHash::new(42));
     if pages.len() < times::PAGES_MIN {
         return Err(format!(
             "lz4 shrinks only {} of the test pages, too few for the benchmark: raise --pages",
@@ -134,7 +134,7 @@ fn measure_times(
 
 fn add_memory(results: &mut Results, args: &EngineArgs, corpus: &Corpus) -> Result<(), String> {
     progress("measuring memory");
-    let held = memory::held(&corpus.pages)?;
+    let held = memory::measure_held(&corpus.pages)?;
     results.add(
         "bytes_vs_lz4",
         Target::AtMost(0.84),

@@ -5,7 +5,7 @@
 
 use crate::measure::cpu_ns;
 use crate::report::progress;
-use crate::rig::{BATCH, Guest, NOW, RAW_PAGES, Rig, guest};
+use crate::rig::{BATCH, Guest, NOW, RAW_PAGES, Rig, add_guest};
 use tmem_pool::{KEYS_PER_TENANT_MAX, PAGE_SIZE};
 
 /// Pages of an object.
@@ -70,7 +70,7 @@ pub fn run(args: &Args) -> Result<(), String> {
 fn row(keys: u64) -> Result<String, String> {
     let rig = Rig::new(keys * KEY_BYTES + (256 << 20))?;
     let more = (1..keys.div_ceil(KEYS_PER_TENANT_MAX.into()))
-        .map(|nth| guest(&rig.engine, &format!("bench-more-{nth}")))
+        .map(|nth| add_guest(&rig.engine, &format!("bench-more-{nth}")))
         .collect::<Result<Vec<_>, _>>()?;
     let guests: Vec<&Guest> = more.iter().chain([&rig.tenant]).collect();
     let guest_of = |key: u64| guests[(key / OBJECT_PAGES) as usize % guests.len()];

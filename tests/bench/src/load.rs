@@ -15,7 +15,7 @@
 use crate::machine::Machine;
 use crate::measure::{Ratio, Samples, cpu_ns, quantile};
 use crate::report::{Results, Target};
-use crate::rig::{BATCH, Guest, RAW_PAGES, Rig, guest_of};
+use crate::rig::{BATCH, Guest, RAW_PAGES, Rig, add_guest_to};
 use std::time::Instant;
 use tmem_pool::{PAGE_SIZE, Page};
 
@@ -305,9 +305,10 @@ fn runs(batches: usize, tenants: usize, objects: u64) -> impl Iterator<Item = Ba
 }
 
 /// Creates a pool and its tenants, each in a trust domain of its own.
-fn rig(size_bytes: u64, tenants: usize) -> Result<(Rig, Vec<Guest>), String> {
+fn make_rig(size_bytes: u64, tenants: usize) -> Result<(Rig, Vec<Guest>), String> {
     let rig = Rig::new(size_bytes)?;
-    let others = (1..tenants).map(|nr| guest_of(&rig.engine, &format!("bench-{}", nr + 1), None));
+    let others =
+        (1..tenants).map(|nr| add_guest_to(&rig.engine, &format!("bench-{}", nr + 1), None));
     let others = others.collect::<Result<_, _>>()?;
     Ok((rig, others))
 }
@@ -375,13 +376,13 @@ pub fn run<'a>(
         |name, (rig, tenants), choice| cases.push((name, Case::new(rig, tenants, choice)));
     add(
         "room",
-        rig(room_bytes, 1)?,
+        make_rig(room_bytes, 1)?,
         population(runs(POPULATION, 1, 16).collect(), &mut rng),
     );
     for name in ["full_pool", "full_pool_rested"] {
         add(
             name,
-            rig(FULL_POOL_BYTES, 1)?,
+            make_rig(FULL_POOL_BYTES, 1)?,
             population(runs(FULL_POOL_BATCHES, 1, 16).collect(), &mut rng),
         );
     }
@@ -389,7 +390,7 @@ pub fn run<'a>(
     // the other cases. So more raw pages can wait for background work in this pool.
     add(
         "tenants256",
-        rig(room_bytes, TENANTS)?,
+        make_rig(room_bytes, TENANTS)?,
         population(runs(POPULATION, TENANTS, 1).collect(), &mut rng),
     );
     let mut keys: Vec<(u64, u64)> = (0..(POPULATION * BATCH) as u64)
@@ -402,18 +403,18 @@ pub fn run<'a>(
     });
     add(
         "random_keys",
-        rig(room_bytes, 1)?,
+        make_rig(room_bytes, 1)?,
         population(random.collect(), &mut rng),
     );
     let small_bytes = SMALL_PAGES_MAX * 512;
     add(
         "large_tables",
-        rig(room_bytes + small_bytes, 1)?,
+        make_rig(room_bytes + small_bytes, 1)?,
         population(runs(POPULATION, 1, 16).collect(), &mut rng),
     );
     add(
         "growing",
-        rig(room_bytes * 2, 1)?,
+        make_rig(room_bytes * 2, 1)?,
         Choice::New { next_object: 1 },
     );
     let mut load = Load {

@@ -44,7 +44,7 @@ fn fill<'a>(rig: &Rig, object: u64, pages: impl Iterator<Item = &'a Page>) {
 
 fn cool(rig: &Rig) {
     for hours in 1..4 {
-        rig.until(Time(hours * LATER_NS));
+        rig.maintain_at(Time(hours * LATER_NS));
     }
 }
 
@@ -52,13 +52,13 @@ fn cool(rig: &Rig) {
 ///
 /// # Errors
 /// The system does not provide the address space for the pool.
-pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
+pub fn measure_held(pages: &[Box<Page>]) -> Result<Held, String> {
     let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
     fill(&rig, 1, pages.iter().map(|page| &**page));
     let lz4 = lz4_bytes(pages);
     // Let the engine's first sweep end, which returns idle memory to the system. The engine
     // recompresses no page before the second sweep.
-    rig.until(Time(SWEEP_NS));
+    rig.maintain_at(Time(SWEEP_NS));
     let warm = rig.engine.stats();
     cool(&rig);
     let cold = rig.engine.stats();
@@ -112,7 +112,7 @@ pub fn churn(
     }
     let efficiency = |stats: EngineStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
     // Let a sweep of the engine end, because its end returns idle memory to the system.
-    rig.until(Time(SWEEP_NS));
+    rig.maintain_at(Time(SWEEP_NS));
     let churned = rig.engine.stats();
     assert!(
         churned.blobs >= CHURN_BLOBS as u64,
@@ -123,6 +123,6 @@ pub fn churn(
     for &index in &indexes[..CHURN_BLOBS / 2] {
         rig.tenant.flush(1, index, Some(1));
     }
-    rig.until(Time(2 * SWEEP_NS));
+    rig.maintain_at(Time(2 * SWEEP_NS));
     Ok((efficiency(churned), efficiency(rig.engine.stats())))
 }

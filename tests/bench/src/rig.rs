@@ -40,13 +40,13 @@ impl Rig {
     pub fn new(size_bytes: u64) -> Result<Rig, String> {
         let engine = Engine::new(EngineConfig::new(size_bytes, 42))
             .map_err(|error| format!("cannot reserve address space for a pool: {error}"))?;
-        let tenant = guest(&engine, "bench-1")?;
+        let tenant = add_guest(&engine, "bench-1")?;
         Ok(Rig { engine, tenant })
     }
 
     /// Does background work until no page is raw and nothing is left to free.
     pub fn maintain_all(&self) {
-        self.until(NOW);
+        self.maintain_at(NOW);
     }
 
     /// Does background work in calls of at most `budget` pages until the nursery has at most
@@ -58,7 +58,7 @@ impl Rig {
     }
 
     /// Does all background work that is due at the time `now` of the engine's clock.
-    pub fn until(&self, now: Time) {
+    pub fn maintain_at(&self, now: Time) {
         while self.engine.maintain(now, 4096) {}
     }
 }
@@ -67,15 +67,19 @@ impl Rig {
 ///
 /// # Errors
 /// The engine does not admit the tenant.
-pub fn guest(engine: &Arc<Engine>, name: &str) -> Result<Guest, String> {
-    guest_of(engine, name, Some("bench".into()))
+pub fn add_guest(engine: &Arc<Engine>, name: &str) -> Result<Guest, String> {
+    add_guest_to(engine, name, Some("bench".into()))
 }
 
 /// Adds a tenant to the trust domain `domain`. With None, the tenant gets a domain of its own.
 ///
 /// # Errors
 /// The engine does not admit the tenant.
-pub fn guest_of(engine: &Arc<Engine>, name: &str, domain: Option<String>) -> Result<Guest, String> {
+pub fn add_guest_to(
+    engine: &Arc<Engine>,
+    name: &str,
+    domain: Option<String>,
+) -> Result<Guest, String> {
     let quota = Quota {
         reserve_bytes: 0,
         limit_bytes: None,

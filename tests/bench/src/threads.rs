@@ -5,7 +5,7 @@
 
 use crate::bare;
 use crate::measure::{Ratio, Samples, cpu_ns};
-use crate::rig::{BATCH, LATER_NS, NOW, RAW_PAGES, Rig, guest};
+use crate::rig::{BATCH, LATER_NS, NOW, RAW_PAGES, Rig, add_guest};
 use crate::times::{self, Sized, Times};
 use std::hint::black_box;
 use std::time::Instant;
@@ -123,7 +123,7 @@ pub fn sweep(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Result<
         for _ in threads {
             let rig = times::fill(&mut Times::default(), pages)?;
             // The first sweep marks all pages, and the next one recompresses them.
-            rig.until(Time(LATER_NS));
+            rig.maintain_at(Time(LATER_NS));
             pools.push(rig);
         }
         lz4.round(threads, |threads| lz4_seconds(pages, threads));
@@ -162,7 +162,7 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
     check_processors()?;
     let rounds = rounds.min(ROUNDS_MAX);
     let rig = Rig::new(4 << 30)?;
-    let guests = (0..TENANTS).map(|nth| guest(&rig.engine, &format!("bench-{nth}")));
+    let guests = (0..TENANTS).map(|nth| add_guest(&rig.engine, &format!("bench-{nth}")));
     let guests: Vec<_> = guests.collect::<Result<_, _>>()?;
     let (mut engine, mut lz4) = (Gains::default(), Gains::default());
     let part = (pages.len() / TENANTS).min(RAW_PAGES) / BATCH * BATCH;

@@ -54,7 +54,7 @@ pub struct Times {
 }
 
 /// Returns the pages of a corpus that lz4 shrinks, as a whole number of batches.
-pub fn sized(pages: &[Box<Page>], hash: &PageHash) -> Vec<Sized> {
+pub fn compressible_pages(pages: &[Box<Page>], hash: &PageHash) -> Vec<Sized> {
     let mut buffer = [0; PAGE_SIZE];
     let sized = pages.iter().filter_map(|page| {
         let lz4 = bare::compress(page, &mut buffer)?.into();
@@ -130,15 +130,15 @@ pub fn run(
         // Change the order in each round, because the first operation of a round finds the caches
         // that the last round filled.
         if round % 2 == 0 {
-            bare(times, &hash, pages, ours, compressed, &mut copies);
-            engine(times, rig, &hash, pages, ours, raw, &mut copies);
+            measure_bare(times, &hash, pages, ours, compressed, &mut copies);
+            measure_engine(times, rig, &hash, pages, ours, raw, &mut copies);
         } else {
-            engine(times, rig, &hash, pages, ours, raw, &mut copies);
-            bare(times, &hash, pages, ours, compressed, &mut copies);
+            measure_engine(times, rig, &hash, pages, ours, raw, &mut copies);
+            measure_bare(times, &hash, pages, ours, compressed, &mut copies);
         }
         if let Some(zram) = &mut zram {
             let some = &ours[..BATCHES / ZRAM_PART];
-            zram_round(times, zram, pages, some)?;
+            measure_zram(times, zram, pages, some)?;
         }
     }
     Ok(())
@@ -148,7 +148,7 @@ pub fn run(
 /// makes its own pass over its pages. The compression reads other pages (`compressed`) than the
 /// copies (`batches`): the pages of a pass fit into the L3 cache, so the compression would find
 /// pages there that a copy has read. The engine's puts read each page only once.
-fn bare(
+fn measure_bare(
     times: &mut Times,
     hash: &PageHash,
     pages: &[Sized],
@@ -184,7 +184,7 @@ fn bare(
 
 /// Gets, puts and finalizes the pages of `batches`. Then puts the pages of the batches `raw` and
 /// gets them while they are still raw (uncompressed).
-fn engine(
+fn measure_engine(
     times: &mut Times,
     rig: &Rig,
     hash: &PageHash,
@@ -239,7 +239,7 @@ fn engine(
 }
 
 /// Measures reads and writes of these batches with zram, page by page, since zram has no batches.
-fn zram_round(
+fn measure_zram(
     times: &mut Times,
     zram: &mut Zram,
     pages: &[Sized],
@@ -265,10 +265,10 @@ fn zram_round(
 /// Lets all pages become cold. Then measures the time that the engine's sweeps take to recompress
 /// them, per page in the pool.
 pub fn recompress(times: &mut Times, rig: &Rig, pages: usize) {
-    rig.until(Time(LATER_NS));
+    rig.maintain_at(Time(LATER_NS));
     times.recompress.time(pages, || {
         for hours in 2..4 {
-            rig.until(Time(hours * LATER_NS));
+            rig.maintain_at(Time(hours * LATER_NS));
         }
     });
 }

@@ -268,7 +268,7 @@ impl Filler {
 
     fn put(&mut self) -> Result<(), String> {
         let pages = self.next..self.next + RAW_MIN;
-        self.guest.all(&runs(pages), true)?;
+        self.guest.run_all(&runs(pages), true)?;
         self.next = (self.next + RAW_MIN) % FILL_PAGES;
         Ok(())
     }
@@ -377,7 +377,7 @@ impl Rig {
 
     /// Returns the runs of both halves in random order. Each run comes with HELD if the neighbour
     /// has put the run's pages, and with NEW otherwise.
-    fn mixed(
+    fn mixed_runs(
         &self,
         held: usize,
         rng: &mut fastrand::Rng,
@@ -392,7 +392,7 @@ impl Rig {
     }
 
     /// Does one round. The neighbour puts the pages of the half with the number `held`.
-    fn round(
+    fn run_round(
         &mut self,
         times: &mut Times,
         holder: Holder,
@@ -401,7 +401,7 @@ impl Rig {
     ) -> Result<(), String> {
         let own = self.half(held);
         for runs in own.chunks(RAW_MIN / BATCH) {
-            self.holder(holder).all(runs, true)?;
+            self.holder(holder).run_all(runs, true)?;
             self.host.maintain_all();
         }
         let batches = |rig: &Rig, half| rig.half(half);
@@ -410,24 +410,24 @@ impl Rig {
 
         // Put the first batch of each half page by page.
         self.fill_pool()?;
-        let order = self.mixed(held, rng, later);
+        let order = self.mixed_runs(held, rng, later);
         let arms = self.time_puts(&order)?;
         times.add((holder, What::PutBatch), arms);
-        let order = self.mixed(held, rng, singles);
+        let order = self.mixed_runs(held, rng, singles);
         let arms = self.time_puts(&order)?;
         times.add((holder, What::PutPage), arms);
-        let order = self.mixed(held, rng, batches);
+        let order = self.mixed_runs(held, rng, batches);
         self.poor.put_is = wire::P_REFUSED;
         let arms = time(&mut self.poor, &order, Guest::put_one)?;
         times.add((holder, What::RefusedLimit), arms);
         self.leave_pool()?;
-        let order = self.mixed(held, rng, batches);
+        let order = self.mixed_runs(held, rng, batches);
         let arms = time(&mut self.guest, &order, Guest::get_one)?;
         times.add((holder, What::GetBatch), arms);
 
         let arms = self.finalize(held, rng)?;
         times.add((holder, What::Finalize), arms);
-        let arms = self.refused_nursery(held, rng)?;
+        let arms = self.measure_refused_nursery(held, rng)?;
         times.add((holder, What::RefusedNursery), arms);
 
         // Delay a put by a part of the time that such puts took in the previous round.
@@ -440,12 +440,12 @@ impl Rig {
         let ns = ns.expect("no batch was measured before the delayed puts");
         let delay_ns = DELAY_BOUNDS * times.bound * ns * BATCH as f64;
         self.fill_pool()?;
-        let arms = self.delayed(1 - held, delay_ns, rng)?;
+        let arms = self.measure_delayed(1 - held, delay_ns, rng)?;
         times.add((holder, What::Delayed), arms);
         self.leave_pool()?;
-        self.guest.all(&self.half(1 - held), false)?;
+        self.guest.run_all(&self.half(1 - held), false)?;
 
-        self.holder(holder).all(&own, false)?;
+        self.holder(holder).run_all(&own, false)?;
         self.host.maintain_all();
         Ok(())
     }
@@ -463,7 +463,7 @@ impl Rig {
         match &mut self.filler {
             Some(filler) => {
                 filler.fill(&self.host)?;
-                self.guest.all(&rest, true).map(drop)
+                self.guest.run_all(&rest, true).map(drop)
             }
             None => Ok(()),
         }
@@ -473,7 +473,7 @@ impl Rig {
     fn leave_pool(&mut self) -> Result<(), String> {
         self.host.maintain_all();
         if self.filler.is_some() {
-            self.guest.all(&self.rest(), false)?;
+            self.guest.run_all(&self.rest(), false)?;
         }
         Ok(())
     }
@@ -506,12 +506,12 @@ impl Rig {
         let first = rng.usize(..2);
         for half in [first, 1 - first] {
             let runs = self.half(half);
-            self.guest.all(&runs, true)?;
+            self.guest.run_all(&runs, true)?;
             let begun_ns = cpu_ns();
             self.host.maintain_all();
             let arm = if half == held { HELD } else { NEW };
             arms[arm].push((cpu_ns() - begun_ns) / (runs.len() * BATCH) as f64);
-            self.guest.all(&runs, false)?;
+            self.guest.run_all(&runs, false)?;
             self.guest.check(&runs)?;
         }
         Ok(arms)
@@ -519,7 +519,7 @@ impl Rig {
 
     /// Measures puts of a half of the pages, which no other VM has. A random half of these puts
     /// takes `delay_ns` longer. The run must find this difference.
-    fn delayed(
+    fn measure_delayed(
         &mut self,
         half: usize,
         delay_ns: f64,
@@ -542,15 +542,19 @@ impl Rig {
 
     /// Measures puts that the daemon refuses because the guest has as many raw pages as it may
     /// have.
-    fn refused_nursery(&mut self, held: usize, rng: &mut fastrand::Rng) -> Result<Arms, String> {
+    fn measure_refused_nursery(
+        &mut self,
+        held: usize,
+        rng: &mut fastrand::Rng,
+    ) -> Result<Arms, String> {
         let fill = runs(2 * self.batches * BATCH..2 * self.batches * BATCH + RAW_MIN);
         self.full.put_is = wire::P_STORED;
-        self.full.all(&fill, true)?;
+        self.full.run_all(&fill, true)?;
         self.full.put_is = wire::P_REFUSED;
-        let order = self.mixed(held, rng, Rig::half);
+        let order = self.mixed_runs(held, rng, Rig::half);
         let arms = time(&mut self.full, &order, Guest::put_one)?;
         self.host.maintain_all();
-        self.full.all(&fill, false)?;
+        self.full.run_all(&fill, false)?;
         Ok(arms)
     }
 
@@ -621,7 +625,7 @@ fn measure(args: &Args, seed: u64) -> Result<Times, String> {
         progress(&format!("round {} of {}", round + 1, args.rounds));
         for holder in [Holder::OtherDomain, Holder::SameDomain] {
             let held = rng.usize(..2);
-            rig.round(&mut times, holder, held, &mut rng)?;
+            rig.run_round(&mut times, holder, held, &mut rng)?;
         }
     }
     progress("");

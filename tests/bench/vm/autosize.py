@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Measures the memory that guests with `tmem-guest autosize` return, and what it costs them.
+"""Measures the memory that guests with `tmem-guest autosize` return, and its cost for them.
 
 Two guests under QEMU read their files and are idle afterwards, the second one after the first. Half
 of the files are the same in both. The first guest then reads its files again: from the pool, from
@@ -21,7 +21,7 @@ from bench.vm.idle import (
     COMMAND,
     READ,
     READ_SECONDS,
-    allocated,
+    allocated_bytes,
     files,
 )
 from bench.vm.output import Progress, size_text, table
@@ -64,7 +64,7 @@ def wait(seconds: float, what: str, progress: Progress) -> None:
         time.sleep(min(1.0, left))
 
 
-def idle(vm: Vm, daemon: Daemon, progress: Progress) -> tuple[int, int, int]:
+def measure_idle(vm: Vm, daemon: Daemon, progress: Progress) -> tuple[int, int, int]:
     """Lets a guest read its files and be idle. Returns its memory before and after, in bytes.
 
     The third value is the memory that the pool takes for its pages.
@@ -74,9 +74,9 @@ def idle(vm: Vm, daemon: Daemon, progress: Progress) -> tuple[int, int, int]:
     guest.sh(f"{COMMAND} autosize >/tmp/autosize.log 2>&1 </dev/null &")
     progress.step(f"{vm.name}: reads {size_text(SET_BYTES)}")
     read_all(vm)
-    before = allocated(vm)
+    before = allocated_bytes(vm)
     wait(IDLE_SECONDS, f"{vm.name} is idle", progress)
-    after = allocated(vm)
+    after = allocated_bytes(vm)
     status = guest.sh(f"{COMMAND} autosize --status").strip().replace("\n", "; ")
     progress.step(f"{vm.name}: {size_text(before)}, then {size_text(after)}; {status}")
     held = daemon.stats()["pool"]["held_bytes"] - held
@@ -87,17 +87,17 @@ def idle(vm: Vm, daemon: Daemon, progress: Progress) -> tuple[int, int, int]:
     return before, after, held
 
 
-def freed_share(vm: Vm, progress: Progress) -> float:
+def measure_freed_share(vm: Vm, progress: Progress) -> float:
     """Returns the share of freed memory that reaches the host within REPORT_SECONDS."""
     guest = vm.guest
     guest.sh(f"dd if=/dev/zero of={FREED} bs=1M count={FREED_BYTES // MIB} 2>&1", READ_SECONDS)
-    full = allocated(vm)
+    full = allocated_bytes(vm)
     guest.sh(f"rm {FREED}")
     wait(REPORT_SECONDS, f"{vm.name} reports free memory", progress)
-    return (full - allocated(vm)) / FREED_BYTES
+    return (full - allocated_bytes(vm)) / FREED_BYTES
 
 
-def wake(vm: Vm, progress: Progress) -> tuple[float, float, float]:
+def measure_reads(vm: Vm, progress: Progress) -> tuple[float, float, float]:
     """Returns the seconds of a read of all files from the pool, the page cache and the disk."""
     guest = vm.guest
     progress.step(f"{vm.name}: reads its files again")
@@ -108,7 +108,7 @@ def wake(vm: Vm, progress: Progress) -> tuple[float, float, float]:
     return pool, cached, read_all(vm)
 
 
-def emulated(series: str, progress: Progress) -> dict[str, float]:
+def measure_emulated(series: str, progress: Progress) -> dict[str, float]:
     """Measures guests in QEMU; returns the figures by their keys."""
     chosen = kernel.prepare(series)
     driver = module.build(chosen)
@@ -141,13 +141,13 @@ def emulated(series: str, progress: Progress) -> dict[str, float]:
         for name, vm in vms.items():
             boot({name: vm}, True)
             if name == NAMES[0]:
-                new_share = freed_share(vm, progress)
-            found[name] = idle(vm, daemon, progress)
+                new_share = measure_freed_share(vm, progress)
+            found[name] = measure_idle(vm, daemon, progress)
         counters = module.counters(vms["first"].guest)
         if not counters["puts_eligible"]:
             raise HarnessError("first: autosize has put no page into the pool")
-        share = freed_share(vms["second"], progress)
-        pool_s, cached_s, disk_s = wake(vms["first"], progress)
+        share = measure_freed_share(vms["second"], progress)
+        pool_s, cached_s, disk_s = measure_reads(vms["first"], progress)
 
     before, after, held = found["first"]
     both = [sum(values) for values in zip(*found.values(), strict=True)]
@@ -179,7 +179,7 @@ MEANINGS = {
 
 def run(options: argparse.Namespace) -> int:
     progress = Progress()
-    found = sizing.run(progress) if options.native else emulated(options.kernel, progress)
+    found = sizing.run(progress) if options.native else measure_emulated(options.kernel, progress)
     progress.step("done")
     cells = [["key", "meaning", "value", "target"]]
     for key, value in found.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.vm.guests import Box, Lab
-from bench.vm.machine import BATCH_BYTES, DATA, SEED, contents
+from bench.vm.machine import BATCH_BYTES, DATA, SEED, write_contents
 from bench.vm.results import Measured
 from bench.vm.workloads import WITH, WITHOUT, Paired
 from harness import disk, toolchain
@@ -37,7 +37,7 @@ IMAGE_BYTES = 384 * MIB
 PROBE = "all_in_ram"
 
 
-def image(path: Path) -> Path:
+def make_build_image(path: Path) -> Path:
     """Creates an image with the compiler and the source, to which a guest changes its root."""
     scratch = path.with_suffix(".scratch")
     tree = path.with_suffix(".tree")
@@ -56,7 +56,7 @@ def image(path: Path) -> Path:
     shutil.copy2(busybox(), tree / "bin/busybox")
     for name in ("sh", "rm"):
         (tree / "bin" / name).symlink_to("busybox")
-    contents(tree / "batch", BATCH_BYTES, random.Random(SEED))
+    write_contents(tree / "batch", BATCH_BYTES, random.Random(SEED))
     disk.ext4(path, IMAGE_BYTES, tree)
     shutil.rmtree(tree)
     shutil.rmtree(scratch)
@@ -88,13 +88,13 @@ class Build(Paired):
         }
 
     def image(self, lab: Lab) -> Path:
-        return lab.image("build", image)
+        return lab.image("build", make_build_image)
 
     def warm(self, box: Box) -> None:
         box.sh(f"mount -t tmpfs tmpfs {DATA}/tmp && mount -t devtmpfs devtmpfs {DATA}/dev")
         self.act(box, -1)
 
-    def before(self, box: Box, repetition: int) -> None:
+    def prepare_repetition(self, box: Box, repetition: int) -> None:
         box.sh(f"rm -f {DATA}/src/src/*.o; sync")
 
     def act(self, box: Box, repetition: int) -> Measured:

@@ -14,7 +14,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.vm.machine import BATCH_BYTES, DATA, SEED, contents
+from bench.vm.machine import BATCH_BYTES, DATA, SEED, write_contents
 from harness import disk
 from harness.paths import ROOT, HarnessError
 from harness.vm import MIB
@@ -24,8 +24,8 @@ PACKAGES = ("mariadb-server", "sysbench", "postgresql")
 SYSTEM = ROOT / "packaging/clean-system"
 # Files of the system that no server reads.
 UNUSED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/cache/apt", "var/lib/apt")
-MARIADB_ROWS = 1_900_000  # of 230 bytes on the disk, about
-POSTGRES_SCALE = 28  # of 15 MiB on the disk, about
+MARIADB_ROWS = 1_900_000  # a row takes about 230 bytes on the disk
+POSTGRES_SCALE = 28  # a unit of the scale takes about 15 MiB on the disk
 SOCKET = "/tmp/mariadb.sock"
 POSTGRES = "/var/lib/postgresql/17/main"
 
@@ -35,13 +35,13 @@ class Server:
     """A database server, its benchmark, and the commands that use them in the system."""
 
     name: str
-    fill: str  # fills the database, with the running server
+    fill: str  # command that fills the database while the server runs
     start: str
     is_ready: str
     stop: str
     buffered: str  # options of `start` that leave most of the RAM to the page cache
-    load: str  # runs a load with `count` transactions; the option of the seed follows
-    seed: str  # option for the seed
+    load: str  # command that runs `count` transactions; `seed` is appended to it
+    seed: str  # option of `load` that sets the seed of the random numbers
     files: str  # directory of the database
 
     def prepare_script(self) -> str:
@@ -84,7 +84,7 @@ POSTGRESQL = Server(
 )
 
 
-def image(path: Path, server: Server) -> Path:
+def make_image(path: Path, server: Server) -> Path:
     """Creates an image with a Debian system and a full database, to which a guest changes its root.
 
     This needs root and the package mmdebstrap.
@@ -95,7 +95,7 @@ def image(path: Path, server: Server) -> Path:
     _run(str(SYSTEM), "run", str(tree), "/bin/sh", "-c", server.prepare_script())
     for name in UNUSED:
         shutil.rmtree(tree / name, ignore_errors=True)
-    contents(tree / "batch", BATCH_BYTES, random.Random(SEED))
+    write_contents(tree / "batch", BATCH_BYTES, random.Random(SEED))
     used = subprocess.run(["du", "-sm", str(tree)], check=True, capture_output=True, text=True)
     disk.ext4(path, (int(used.stdout.split()[0]) * 5 // 4 + 256) * MIB, tree)
     shutil.rmtree(tree)

@@ -48,13 +48,13 @@ class Sizes:
 
 
 SIZES = Sizes(256 * MIB, 400 * MIB, "512MiB")
-# Sizes for native guests, in which opening a file costs more than reading it. They have half of the
-# working set, with which the demo takes less than two minutes.
+# Sizes for native guests, in which opening a file costs more than reading it. With half of the
+# working set of a VM in QEMU, the demo takes less than two minutes.
 SIZES_NATIVE = Sizes(128 * MIB, 200 * MIB, "256MiB")
 ROUNDS = 4
 SHARED_FRACTION = 0.9  # fraction of each tree that all trees contain
 TREES = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/libexec", "/usr/share", "/usr/include")
-# Larger files are left out, because one of them would be a tenth of the working set.
+# The trees contain no larger file, because it would be a tenth of the working set.
 FILE_MAX_BYTES = 32 * MIB
 SECTOR_BYTES = 512
 SEED = 2026  # selects the files that the two trees do not share
@@ -87,7 +87,9 @@ class Measured:
     rounds: list[float] = field(default_factory=list)
     read_bytes: int = 0
     checksums_equal: bool = False
-    counters: dict[str, int] = field(default_factory=dict)  # of the driver; empty without it
+    counters: dict[str, int] = field(
+        default_factory=dict
+    )  # counters of the driver; empty without the device
 
     @property
     def seconds(self) -> float:
@@ -233,10 +235,13 @@ def boot(vms: Mapping[str, Machine], cached: bool) -> None:
         guest.mount("data", "/data", options="ro")
 
 
-def phase(
+def run_phase(
     vms: Mapping[str, Machine], sums: dict[str, dict[str, str]], cached: bool, progress: Progress
 ) -> dict[str, Measured]:
-    """Boots the VMs, reads the trees ROUNDS times, and then compares every checksum."""
+    """Boots the VMs, reads the trees ROUNDS times, and compares every checksum.
+
+    Returns the figures of each VM by its name.
+    """
     out = {name: Measured() for name in vms}
     boot(vms, cached)
     before = {name: read_bytes(vm) for name, vm in vms.items()}
@@ -309,7 +314,7 @@ def pool_summary(pool: dict[str, Any]) -> str:
     )
 
 
-def around(daemon: Daemon, native_guests: bool) -> str:
+def next_steps(daemon: Daemon, native_guests: bool) -> str:
     """Returns a text with commands to examine the VMs and the pool after the demo."""
     command = f"tests/bench/run demo {'--native ' if native_guests else ''}--keep"
     return f"""
@@ -402,7 +407,7 @@ def run(options: argparse.Namespace) -> int:
             f"no device: two VMs of {size_text(sizes.ram_bytes)} read their trees {ROUNDS} times"
         )
         vms = machines.make(session, images, None)
-        plain = phase(vms, sums, False, progress)
+        plain = run_phase(vms, sums, False, progress)
         for vm in vms.values():
             vm.stop()
 
@@ -414,7 +419,7 @@ def run(options: argparse.Namespace) -> int:
         daemon = session.daemon(*tenants, pool_size=sizes.pool)
         daemon.start()
         vms = machines.make(session, images, daemon)
-        tmem = phase(vms, sums, True, progress)
+        tmem = run_phase(vms, sums, True, progress)
         pool = daemon.stats()["pool"]
         idle_vm = None
         if not native_guests:
@@ -432,7 +437,7 @@ def run(options: argparse.Namespace) -> int:
         if idle_vm:
             print(f"{idle_vm.summary()}")
         print(REMARK_NATIVE if native_guests else REMARK)
-        print(around(daemon, native_guests))
+        print(next_steps(daemon, native_guests))
         if options.keep:
             input("\nThe VMs run. Press Enter to end them. ")
         equal = all(m.checksums_equal for m in (*plain.values(), *tmem.values()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Makes what the guests read: images, databases, clones of an image, and traces of requests.
+"""Makes the files of the guests: images, databases, clones of an image, and traces of requests.
 
 Everything depends on a fixed seed, so all compared configurations (arms) and all runs read the same
 places.
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bench.vm import demo
-from bench.vm.machine import BATCH_BYTES, PAGE_BYTES, SEED, UNCACHED_KIND, contents
+from bench.vm.machine import BATCH_BYTES, PAGE_BYTES, SEED, UNCACHED_KIND, write_contents
 from harness import disk, storage
 from harness.paths import HarnessError
 from harness.vm import MIB
@@ -24,16 +24,16 @@ from harness.vm import MIB
 SET = "set"  # the file that most workloads read
 # Cluster size of qcow2 overlays. With extended_l2, QEMU allocates parts of 4 KiB of a cluster.
 CLUSTER_BYTES = 128 << 10
-OWN_UNIT_BYTES = 1 * MIB  # parts of a clone that are its own or common have this size
+OWN_UNIT_BYTES = 1 * MIB  # size of a part of a file, which one clone or all clones have
 
 
-def image(path: Path, set_bytes: int) -> Path:
+def make_set_image(path: Path, set_bytes: int) -> Path:
     """Creates an ext4 image with a file of pages that are all different and that lz4 halves."""
     source = random.Random(SEED)
     tree = path.with_suffix(".tree")
     tree.mkdir()
     for name, file_bytes in ((SET, set_bytes), ("batch", BATCH_BYTES)):
-        contents(tree / name, file_bytes, source)
+        write_contents(tree / name, file_bytes, source)
     return _pack(path, set_bytes * 5 // 4 + 32 * MIB, tree)
 
 
@@ -43,7 +43,7 @@ def _pack(path: Path, size_bytes: int, tree: Path) -> Path:
     return path
 
 
-def loads_image(path: Path, loads: dict[str, str]) -> Path:
+def make_loads_image(path: Path, loads: dict[str, str]) -> Path:
     """Creates an image with the requests of all repetitions, which the guest mounts at LOADS.
 
     The guest does not cache it (Machine.mount_uncached()), so reading requests does not use the
@@ -64,14 +64,14 @@ SCHEMA = """
 CREATE TABLE sbtest1(id INTEGER PRIMARY KEY, k INTEGER NOT NULL, c CHAR(120) NOT NULL,
   pad CHAR(60) NOT NULL);
 """
-ROW_BYTES = 214  # bytes of a row in table and index; a table has SIZE // ROW_BYTES rows
+ROW_BYTES = 214  # bytes of a row in the table and its index; sets the number of rows
 
 
 def _digits(source: random.Random, groups: int) -> str:
     return "-".join(f"{source.randrange(10**11):011d}" for _ in range(groups))
 
 
-def database(path: Path, set_bytes: int) -> Path:
+def make_database(path: Path, set_bytes: int) -> Path:
     """Creates an image with a SQLite database of this size."""
     rows = set_bytes // ROW_BYTES
     source = random.Random(SEED)
@@ -86,7 +86,7 @@ def database(path: Path, set_bytes: int) -> Path:
         base.executemany("INSERT INTO sbtest1 VALUES(?,?,?,?)", values)
         base.execute("CREATE INDEX k_1 ON sbtest1(k)")
     base.close()
-    contents(tree / "batch", BATCH_BYTES, source)
+    write_contents(tree / "batch", BATCH_BYTES, source)
     return _pack(path, set_bytes + set_bytes // 2 + 64 * MIB, tree)
 
 
@@ -198,7 +198,9 @@ class Contents:
         return whole[:count_bytes]
 
 
-def clones(directory: Path, count: int, set_bytes: int, overlap: float) -> tuple[Path, list[Path]]:
+def make_clones(
+    directory: Path, count: int, set_bytes: int, overlap: float
+) -> tuple[Path, list[Path]]:
     """Creates a base image and an overlay for each guest, which hold a file of real contents.
 
     A part of the file's units is in the base image and equal in all guests. Each overlay has the

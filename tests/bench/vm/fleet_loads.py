@@ -45,14 +45,14 @@ class Boot(Workload):
 
     def prepare(self, lab: Lab) -> None:
         self._lab = lab
-        self._image = lab.image("boot", lambda path: disks.image(path, BOOT_BYTES))
+        self._image = lab.image("boot", lambda path: disks.make_set_image(path, BOOT_BYTES))
 
     def measure(self, arm: str, repetition: int) -> Measured:
         lab = self._lab
         names = [f"{arm}{repetition}x{number}" for number in range(CLONES)]
         daemon = None
         if arm == WITH:
-            daemon = lab.daemon(*names, pool_bytes=256 * MIB, domain="clones")
+            daemon = lab.start_daemon(*names, pool_bytes=256 * MIB, domain="clones")
         data = Disk("data", self._image, read_only=True, throttle=disk.CLOUD_VOLUME)
         boxes = [lab.create(Spec(name, RAM_BYTES, (data,), daemon)) for name in names]
         for box in boxes:
@@ -110,12 +110,12 @@ class Neighbour(Workload):
 
     def prepare(self, lab: Lab) -> None:
         path = lab.image(
-            f"set{self.set_bytes // MIB}", lambda path: disks.image(path, self.set_bytes)
+            f"set{self.set_bytes // MIB}", lambda path: disks.make_set_image(path, self.set_bytes)
         )
         self._sum = set_sum(path)
         data = Disk("data", path, read_only=True, throttle=disk.CLOUD_VOLUME)
-        daemon = lab.daemon("victim", WITH, pool_bytes=768 * MIB)
-        requests = disks.loads_image(lab.directory / "loads.img", self._loads())
+        daemon = lab.start_daemon("victim", WITH, pool_bytes=768 * MIB)
+        requests = disks.make_loads_image(lab.directory / "loads.img", self._loads())
         loads = Disk("loads", requests, read_only=True)
         self._victim = lab.boot_guest(Spec("victim", RAM_BYTES, (data, loads), daemon))
         self._victim.mount_loads()
@@ -150,7 +150,7 @@ class Neighbour(Workload):
             box.settle()
         uses = Use(victim), Use(neighbour)
         noise = self._start_noise(neighbour)
-        report = victim.fio(
+        report = victim.run_fio(
             f"--read_iolog={LOADS}/{self._load(arm, repetition)} --replay_no_stall=1 "
             f"--ioengine=psync --thinktime={1_000_000 // self.rate}"
         )
@@ -158,7 +158,7 @@ class Neighbour(Workload):
         read = report["read"]
         if read["total_ios"] != self.reads:
             raise HarnessError(f"fio made {read['total_ios']} reads, not {self.reads}")
-        own, other = (use.grown() for use in uses)
+        own, other = (use.growth() for use in uses)
         self._noise[arm].append(noisy["read"]["bw"] / 1024)
         return {
             **own,
@@ -174,7 +174,7 @@ class Neighbour(Workload):
         """Starts the neighbour's reads and returns when they have begun."""
         box.sh(f"rm -f {STARTED}")
         # Without "exec", the signal that ends fio would also end its shell, and the report be lost.
-        job = box.job(
+        job = box.start(
             "exec "
             + fio_command(
                 f"--rw=read --bs=128k --filename={DATA}/{disks.SET} --ioengine=psync --time_based "

@@ -64,14 +64,14 @@ class Spec:
     direct: bool = True  # False: the disks go through the host's page cache
     sqlite: bool = False
     files: Mapping[str, Path] = field(default_factory=dict)  # more programs in the guest
-    merge: bool | None = None  # whether KSM may merge the memory in QEMU; None: it is shared
+    merge: bool | None = None  # whether KSM may merge QEMU's memory; None: the memory is shared
 
 
 class Host(Protocol):
     """A way to run guests: user-mode Linux or QEMU."""
 
     what: str
-    slowdown: float  # factor by which a part takes longer than with native guests, about
+    slowdown: float  # estimate of the time of a part, divided by that with native guests
     pinning: Pinning
 
     def create(self, session: Session, spec: Spec) -> Vm | NativeVm:
@@ -104,7 +104,7 @@ def check_on(vm: Vm | NativeVm) -> None:
 class Native:
     """User-mode Linux, at the machine's own speed."""
 
-    what = f"user-mode Linux {Path(native.chosen()).name}"
+    what = f"user-mode Linux {Path(native.chosen_kernel()).name}"
     slowdown = 1.0
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class Box(Machine):
     def mount_set(self, name: str = "data", options: str = "ro") -> None:
         """Mounts the disk, and waits until the driver serves it."""
         self.guest.mount(name, DATA, options=options)
-        self.serve()
+        self.wait_until_served()
 
     def mount_loads(self) -> None:
         """Mounts the disk with the requests of all repetitions."""
@@ -222,10 +222,10 @@ class Box(Machine):
     def sh(self, command: str) -> str:
         return self.guest.sh(command, SECONDS)
 
-    def job(self, command: str) -> Job:
+    def start(self, command: str) -> Job:
         return self.guest.start(command, SECONDS)
 
-    def fio(self, arguments: str) -> dict[str, Any]:
+    def run_fio(self, arguments: str) -> dict[str, Any]:
         """Runs fio and returns the report of its job, or of its jobs as one group."""
         return fio_report(self.sh(fio_command(arguments)))
 
@@ -280,7 +280,7 @@ class Use:
             out["tmemd_cpu_s"] = processor_seconds(box.spec.daemon.process.pid)
         return out
 
-    def grown(self) -> Measured:
+    def growth(self) -> Measured:
         """Returns the growth. Reasons for lost pages are left out if they did not grow."""
         grown = {name: value - self._before[name] for name, value in self._now().items()}
         return {
@@ -309,7 +309,7 @@ class Lab:
             make(path)
         return path
 
-    def daemon(self, *names: str, pool_bytes: int, domain: str | None = None) -> Daemon:
+    def start_daemon(self, *names: str, pool_bytes: int, domain: str | None = None) -> Daemon:
         tenants = [Tenant(name, trust_domain=domain) for name in names]
         daemon = self.session.daemon(*tenants, pool_size=f"{pool_bytes // MIB}MiB")
         daemon.start()

@@ -29,8 +29,10 @@ def _stat(pid: int) -> list[str]:
 
 
 def family(pids: Iterable[int]) -> set[int]:
-    """Returns these processes and their descendants: processes of a native guest are processes of
-    the host, which map its memory."""
+    """Returns these processes and their descendants.
+
+    The processes of a native guest are processes of the host and map the guest's memory.
+    """
     children: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -59,7 +61,7 @@ def family_seconds(pid: int) -> float:
     return out
 
 
-SYS_KCMP, KCMP_VM = 312, 1  # of x86-64, see kcmp(2)
+SYS_KCMP, KCMP_VM = 312, 1  # numbers of the system call kcmp(2) on x86-64
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -87,12 +89,12 @@ def used_bytes(pids: Iterable[int]) -> int:
             except OSError:
                 continue
             except HarnessError:
-                if not _ended(pid):
+                if not _has_ended(pid):
                     raise
     return out
 
 
-def _ended(pid: int) -> bool:
+def _has_ended(pid: int) -> bool:
     """Returns whether a process has ended. A zombie has files in /proc, but no memory."""
     try:
         return _stat(pid)[0] in "ZX"
@@ -184,7 +186,10 @@ class MemoryGroup:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Moves this process into the control group for a while: new children of it stay there."""
+        """Moves this process into the control group until the context ends.
+
+        Children that the process starts meanwhile stay in the group.
+        """
         before = self._own()
         for path in self.process_files():
             path.write_text(str(os.getpid()))

@@ -27,7 +27,7 @@ COMMAND = "/bin/tmem-guest"
 CGROUPS = "/sys/fs/cgroup"
 READ = "cd /data && find . -xdev -type f -print0 | xargs -0 cat >/dev/null"
 READ_SECONDS = 300.0  # longest time of a read of all files, and of the return of memory
-# The guest reports free memory each 2 s. The memory has returned when it stays the same this long.
+# The guest reports free memory every 2 s. It has returned all when none follows in this time.
 STEADY_SECONDS = 8.0
 POLL_SECONDS = 0.5
 
@@ -63,7 +63,7 @@ def files() -> dict[str, Path]:
     return {COMMAND: guest_program(ROOT / "guest-driver/tools/tmem-guest.c")}
 
 
-def allocated(vm: Vm) -> int:
+def allocated_bytes(vm: Vm) -> int:
     """Returns the bytes that the host has allocated for a VM's memory."""
     for path in Path(f"/proc/{vm.process.pid}/fd").iterdir():
         if "memfd:memory-backend" in str(path.readlink()):
@@ -71,19 +71,22 @@ def allocated(vm: Vm) -> int:
     raise HarnessError(f"{vm.name}: QEMU has no memfd")
 
 
-def steady(vm: Vm) -> int:
+def wait_until_steady(vm: Vm) -> int:
     """Waits until the guest returns no more memory. Returns the memory that is left in bytes."""
-    last, since = allocated(vm), time.monotonic()
+    last, since = allocated_bytes(vm), time.monotonic()
     end = since + READ_SECONDS
     while time.monotonic() < min(since + STEADY_SECONDS, end):
         time.sleep(POLL_SECONDS)
-        if (now := allocated(vm)) < last:
+        if (now := allocated_bytes(vm)) < last:
             last, since = now, time.monotonic()
     return last
 
 
 def measure(vm: Vm, daemon: Daemon, say: Callable[[str], None]) -> Idle:
-    """Measures a VM whose driver is on, and whose disk is mounted at /data."""
+    """Measures how a VM returns memory, and returns the figures.
+
+    The driver of the VM is on, and the disk is mounted at /data.
+    """
 
     def read_bytes() -> int:
         return int(vm.block_stat("data")["rd_bytes"])
@@ -97,12 +100,12 @@ def measure(vm: Vm, daemon: Daemon, say: Callable[[str], None]) -> Idle:
     guest.sh(f"mkdir -p /run && mount -t cgroup2 none {CGROUPS}")
     say("the guest reads its files")
     read_again()
-    before_bytes, held_bytes = allocated(vm), daemon.stats()["pool"]["held_bytes"]
+    before_bytes, held_bytes = allocated_bytes(vm), daemon.stats()["pool"]["held_bytes"]
     say("the guest returns memory")
     answer = json.loads(
         guest.sh(f"{COMMAND} --json autosize --once={RAM_BYTES}", READ_SECONDS),
     )
-    after_bytes = steady(vm)
+    after_bytes = wait_until_steady(vm)
     pool_bytes = daemon.stats()["pool"]["held_bytes"] - held_bytes
     say("the guest reads its files again")
     hits = module.counters(guest)["hits"]

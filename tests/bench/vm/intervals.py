@@ -30,7 +30,7 @@ class Estimate:
         return f"{self.value:,.{digits}f} ({self.low:,.{digits}f}-{self.high:,.{digits}f})"
 
 
-def _resampled(items: Sequence[Pair], of: str) -> Estimate:
+def _estimate(items: Sequence[Pair], of: str) -> Estimate:
     def value(some: Sequence[Pair]) -> float:
         over = statistics.median(pair[0] for pair in some)
         if of == "first":
@@ -48,9 +48,9 @@ def ratio(pairs: Sequence[Pair]) -> Estimate:
 
     Both values of a pair were measured one after the other, so they are resampled together.
     """
-    return _resampled(pairs, "ratio")
+    return _estimate(pairs, "ratio")
 
 
 def middle(values: Sequence[float]) -> Estimate:
     """Returns the median of the values."""
-    return _resampled([(value, 0.0) for value in values], "first")
+    return _estimate([(value, 0.0) for value in values], "first")

@@ -22,7 +22,7 @@ from harness.wait import until
 SEED = 2026  # seed of the random file contents, reads and resampling
 PAGE_BYTES = 4096
 SECTOR_BYTES = 512
-BATCH_BYTES = 1 * MIB  # evicted in one step; fits the put ring, so every page is put
+BATCH_BYTES = 1 * MIB  # pages evicted in one step; the put ring has space for all of them
 SECONDS = 300  # longest time of one step
 
 BENCH = "/bin/bench"
@@ -33,7 +33,7 @@ DATA, UNCACHED = "/data", "/uncached"
 UNCACHED_KIND = "ext3"
 
 
-def contents(path: Path, size_bytes: int, source: random.Random) -> None:
+def write_contents(path: Path, size_bytes: int, source: random.Random) -> None:
     """Writes a file of pages that are all different and that lz4 compresses to half their size."""
     with open(path, "wb") as file:
         for _ in range(size_bytes // MIB):
@@ -51,7 +51,7 @@ def make_image(
     tree = path.with_suffix(".tree")
     tree.mkdir()
     for name, file_bytes in files.items():
-        contents(tree / name, file_bytes, source)
+        write_contents(tree / name, file_bytes, source)
     disk.ext4(path, size_bytes, tree, *options)
     shutil.rmtree(tree)
     return path
@@ -68,22 +68,22 @@ class Machine:
     def guest(self) -> Guest:
         return self.vm.guest
 
-    def bench(self, arguments: str) -> int:
+    def run_bench(self, arguments: str) -> int:
         """Runs the guest program bench (tests/guest/bench.c) and returns the ticks it prints."""
         return int(self.guest.sh(f"{BENCH} {arguments}", SECONDS).split()[1])
 
     def stat(self, name: str) -> int:
         return int(self.guest.read(f"{SYSFS}/stats/{name}"))
 
-    def serve(self) -> None:
+    def wait_until_served(self) -> None:
         """Waits until the driver puts pages of the mount."""
         if not self.cached:
             return
 
         def served() -> bool:
             before = self.stat("puts")
-            self.bench(f"seq {DATA}/batch")
-            self.bench("drop")
+            self.run_bench(f"seq {DATA}/batch")
+            self.run_bench("drop")
             return self.stat("puts") > before
 
         until(served, 60, f"{self.vm.name}: the driver serves {DATA}")
@@ -104,17 +104,17 @@ class Machine:
 
         until(settled, 60, f"{self.vm.name}: the host answers all puts and references")
 
-    def dropped(self, where: str) -> int:
+    def measure_drop(self, where: str) -> int:
         """Returns the ticks to evict a file's pages, minus those of an eviction without pages."""
-        self.bench(f"seq {where}/batch")
+        self.run_bench(f"seq {where}/batch")
         before = self.stat("puts") if self.cached else 0
-        ticks = self.bench("drop")
+        ticks = self.run_bench("drop")
         if self.cached and where == DATA:
-            all_put(self.stat("puts") - before)
+            check_all_put(self.stat("puts") - before)
         self.settle()
-        return ticks - self.bench("drop")
+        return ticks - self.run_bench("drop")
 
-    def micro(self, repeat: int, say: Callable[[int], None]) -> dict[str, float]:
+    def run_micro_benchmarks(self, repeat: int, say: Callable[[int], None]) -> dict[str, float]:
         """Returns medians in ticks of the micro-benchmarks inside the driver."""
         runs: dict[str, list[float]] = {}
         for number in range(repeat):
@@ -143,7 +143,7 @@ class Machine:
         return {name: value - old.get(name, 0) for name, value in now.items() if value}
 
 
-def all_put(puts: int) -> None:
+def check_all_put(puts: int) -> None:
     """Raises if too few pages were put. The put ring was full then, and the result is invalid."""
     if puts < BATCH_BYTES // PAGE_BYTES * 0.95:
         raise HarnessError(

@@ -46,13 +46,13 @@ from harness.vm import MIB
 
 RAM_BYTES = 192 * MIB
 POOL_BYTES = 512 * MIB  # memory of the pool for each guest
-SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
-BLOCKS_BYTES = 64 * MIB  # this file is read in random order, in blocks of one size at a time
-FILLER_BYTES = 4 * MIB  # fills the put ring with other pages, so no get is answered from it
+SET_BYTES = 288 * MIB  # size of the file, 1.5 times the RAM; RAM and pool together hold it
+BLOCKS_BYTES = 64 * MIB  # size of the file whose blocks are read in random order
+FILLER_BYTES = 4 * MIB  # size of a file that fills the put ring, so that gets reach the host
 DATA_DISK_BYTES = 512 * MIB
 OTHER_DISK_BYTES = 112 * MIB
 GIB = 1 << 30
-WINDOW_BYTES = 128 << 10  # the default readahead
+WINDOW_BYTES = 128 << 10  # default readahead of the kernel
 GUESTS = (1, 2, 4)  # numbers of guests that read at the same time
 
 # Numbers of repetitions, and of blocks that each repetition reads.
@@ -68,8 +68,8 @@ GUEST_ROUNDS = 5
 
 QUICK = 5  # divides all repetitions with --quick
 STEPS = ("latency", "put", "burst", "guests")
-# Comparing hits with the disk is switched off: it would read the disk while a get is measured.
-# All steps measure copies: with retained pages, few evicted pages are copied.
+# verify_every=0: a comparison of a hit would read the disk while a get is measured. retain=0: with
+# retained pages, the driver would copy few of the evicted pages, and all steps measure copies.
 PARAMETERS = "verify_every=0 retain=0"
 # Parameters for measuring single gets. The deadline is so long that a reader waits for a late
 # answer. Otherwise the reader would read the disk, and the time would not be that of a get.
@@ -104,8 +104,8 @@ class Row:
         return [self.what, self.key, value, self.unit, self.target, verdict]
 
 
-def shown(rows: list[Row]) -> list[Row]:
-    """Leaves out reasons for refused or skipped puts whose count is 0."""
+def nonzero_rows(rows: list[Row]) -> list[Row]:
+    """Returns the rows, without reasons for refused or skipped puts whose count is 0."""
     return [row for row in rows if row.value or not row.key.startswith(("puts_", REFUSALS))]
 
 
@@ -238,33 +238,36 @@ class Bench:
         path = session.directory / "other.img"
         self.other = make_image(path, OTHER_DISK_BYTES, sizes, source, "-t", UNCACHED_KIND)
 
-    def times(self, count: int) -> int:
+    def repetitions(self, count: int) -> int:
         return max(1, count // self.divisor)
 
-    def saying(self, what: str, repeat: int) -> Callable[[int], None]:
+    def make_reporter(self, what: str, repeat: int) -> Callable[[int], None]:
         return lambda number: self.progress.show(f"{what}: {number} of {repeat}")
 
     def add(self, rows: Iterable[Row]) -> None:
         """Appends rows and prints them at once."""
         new = list(rows)
         self.rows += new
-        for row in shown(new):
+        for row in nonzero_rows(new):
             self.progress.step("  " + "  ".join(cell for cell in row.cells()[1:] if cell))
 
-    def daemon(self, *names: str) -> Daemon:
+    def start_daemon(self, *names: str) -> Daemon:
         size = f"{POOL_BYTES * len(names) // MIB}MiB"
         daemon = self.session.daemon(*names, pool_size=size)
         daemon.start()
         return daemon
 
-    def machine(
+    def boot_machine(
         self,
         name: str,
         daemon: Daemon,
         parameters: str = PARAMETERS,
         throttle: disk.Throttle | None = disk.CLOUD_VOLUME,
     ) -> Machine:
-        """Boots a guest and mounts its disks. Without `throttle`, the page cache has them."""
+        """Boots a guest, mounts its disks, and returns the guest.
+
+        Without `throttle`, the disks are in the page cache of the host.
+        """
         images = (("data", self.data), ("other", self.other))
         config = NativeConfig(
             name=name,
@@ -279,7 +282,7 @@ class Bench:
         machine.vm.start()
         machine.mount_uncached("other", UNCACHED)
         machine.guest.mount("data", DATA, options="ro")
-        machine.serve()
+        machine.wait_until_served()
         if not self.ticks_per_us:
             self._measure_clock(machine)
         return machine
@@ -299,10 +302,10 @@ class Bench:
         if daemon:
             daemon.stop()
 
-    def latency(self) -> None:
-        daemon = self.daemon("latency")
-        machine = self.machine("latency", daemon, PARAMETERS_LATENCY)
-        repeat = self.times(REPEAT_LATENCY)
+    def measure_latency(self) -> None:
+        daemon = self.start_daemon("latency")
+        machine = self.boot_machine("latency", daemon, PARAMETERS_LATENCY)
+        repeat = self.repetitions(REPEAT_LATENCY)
         put_ns, finalize_ns = [], []
         for size, block_bytes, count, every in (
             ("4k", PAGE_BYTES, PAGES, PAGES_PER_DISK_READ),
@@ -326,7 +329,7 @@ class Bench:
                 wait_us.append(change["get_waits_ns"] / change["requests_get"] / 1000)
                 pages += count * block_bytes // PAGE_BYTES
                 hits += change["hits"] - change.get("ring_hits", 0)
-                self.saying("gets", repeat)(number + 1)
+                self.make_reporter("gets", repeat)(number + 1)
             if hits < pages * HIT_SHARE_MIN:
                 raise HarnessError(
                     f"only {hits} of {pages} pages came from the pool, so the times are not those "
@@ -370,7 +373,7 @@ class Bench:
 
     def _evict(self, machine: Machine) -> None:
         """Moves all pages of the measured file to the pool, and leaves none in the put ring."""
-        machine.serve()
+        machine.wait_until_served()
         before = machine.counters()
         pages = machine.guest.sh(f"{BENCH} evict {DATA}/blocks", SECONDS)
         machine.guest.sh(f"{BENCH} evict {DATA}/filler", SECONDS)
@@ -380,12 +383,12 @@ class Bench:
         if change.get("puts_stored", 0) < int(pages):
             raise HarnessError(f"fewer than {pages.strip()} pages are stored: {change}")
 
-    def put(self) -> None:
-        daemon = self.daemon("put")
-        machine = self.machine("put", daemon)
-        repeat = self.times(REPEAT_MICRO)
+    def measure_put(self) -> None:
+        daemon = self.start_daemon("put")
+        machine = self.boot_machine("put", daemon)
+        repeat = self.repetitions(REPEAT_MICRO)
         self.progress.step(f"puts, {repeat} times")
-        ticks = machine.micro(repeat, self.saying("puts", repeat))
+        ticks = machine.run_micro_benchmarks(repeat, self.make_reporter("puts", repeat))
         ns = {name: value / self.ticks_per_us * 1000 for name, value in ticks.items()}
         rows = [
             Row(
@@ -415,14 +418,14 @@ class Bench:
         self.end(machine, daemon)
 
     def _reclaim(self, machine: Machine) -> None:
-        repeat = self.times(REPEAT_RECLAIM)
+        repeat = self.repetitions(REPEAT_RECLAIM)
         self.progress.step(f"reclaim of 1 MiB of clean pages, {repeat} times each")
         ticks: dict[str, list[float]] = {DATA: [], UNCACHED: []}
-        machine.bench("drop")
+        machine.run_bench("drop")
         machine.settle()
         for number in range(repeat):
             for where in (DATA, UNCACHED) if number % 2 else (UNCACHED, DATA):
-                ticks[where].append(machine.dropped(where) / (BATCH_BYTES // PAGE_BYTES))
+                ticks[where].append(machine.measure_drop(where) / (BATCH_BYTES // PAGE_BYTES))
         with_put, without = (
             statistics.median(ticks[where]) / self.ticks_per_us * 1000 for where in (DATA, UNCACHED)
         )
@@ -438,23 +441,23 @@ class Bench:
             ]
         )
 
-    def burst(self) -> None:
-        repeat = self.times(REPEAT_BURST)
+    def measure_burst(self) -> None:
+        repeat = self.repetitions(REPEAT_BURST)
         self.progress.step(f"bursts: {SET_BYTES // MIB} MiB at the speed of memory, {repeat} times")
         names = [f"burst{number}" for number in range(repeat)]
-        daemon = self.daemon(*names)
+        daemon = self.start_daemon(*names)
         eligible, lost, us = 0, 0, 0.0
         for number, name in enumerate(names):
-            machine = self.machine(name, daemon, throttle=None)
-            machine.serve()
+            machine = self.boot_machine(name, daemon, throttle=None)
+            machine.wait_until_served()
             before = machine.all_counters()
-            us += machine.bench(f"seq {DATA}/set") / self.ticks_per_us
+            us += machine.run_bench(f"seq {DATA}/set") / self.ticks_per_us
             machine.settle()
             after = machine.all_counters()
             eligible += after["puts_eligible"] - before["puts_eligible"]
             lost += after["puts_lost"] - before["puts_lost"]
             self.end(machine)
-            self.saying("bursts", repeat)(number + 1)
+            self.make_reporter("bursts", repeat)(number + 1)
         daemon.stop()
         if not eligible:
             raise HarnessError("no page was evicted, so nothing was measured")
@@ -479,17 +482,17 @@ class Bench:
             ]
         )
 
-    def guests(self) -> None:
-        rounds = self.times(GUEST_ROUNDS)
+    def measure_guests(self) -> None:
+        rounds = self.repetitions(GUEST_ROUNDS)
         for count in GUESTS:
             self.progress.step(f"{count} guests re-read {SET_BYTES // MIB} MiB {rounds} times each")
             names = [f"guest{count}{number}" for number in range(count)]
-            daemon = self.daemon(*names)
-            machines = [self.machine(name, daemon) for name in names]
-            self._together(machines, 2)
+            daemon = self.start_daemon(*names)
+            machines = [self.boot_machine(name, daemon) for name in names]
+            self._read_together(machines, 2)
             before = [machine.counters() for machine in machines]
             refused = refusals(daemon)
-            seconds = self._together(machines, rounds)
+            seconds = self._read_together(machines, rounds)
             for machine in machines:
                 machine.settle()
             change = {name: value - refused[name] for name, value in refusals(daemon).items()}
@@ -517,7 +520,7 @@ class Bench:
             daemon.stop()
 
     @staticmethod
-    def _together(machines: list[Machine], rounds: int) -> float:
+    def _read_together(machines: list[Machine], rounds: int) -> float:
         """Makes all guests read their file "set". Returns the seconds until all have finished."""
         script = f"for round in $(seq {rounds}); do {BENCH} seq {DATA}/set || exit 1; done"
         began = time.monotonic()
@@ -530,7 +533,7 @@ class Bench:
         with polling_with_facts() as facts:
             for name in STEPS:
                 if not only or name in only:
-                    getattr(self, name)()
+                    getattr(self, f"measure_{name}")()
         self.facts |= facts
         self.progress.step("done")
 
@@ -548,7 +551,7 @@ def conditions(facts: dict[str, Any]) -> str:
 def report(rows: list[Row]) -> str:
     """Returns the table of all figures."""
     return table(
-        [["", "key", "value", "unit", "target", ""], *(row.cells() for row in shown(rows))]
+        [["", "key", "value", "unit", "target", ""], *(row.cells() for row in nonzero_rows(rows))]
     )
 
 

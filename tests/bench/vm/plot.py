@@ -172,12 +172,12 @@ def _image(title: str, text: str, height: float, draw: Callable[[Any], None]) ->
 
     out = io.StringIO()
     with mpl.rc_context():
-        mpl.rcdefaults()  # without the user's own settings
+        mpl.rcdefaults()  # ignore the settings of the user
         mpl.rcParams.update(SETTINGS)
         figure = Figure((WIDTH, height), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize="x-large", weight="bold")
         draw(figure)
-        # None leaves an entry out: the date, and what depends on the version of matplotlib.
+        # None leaves out the entries with the date and the version of matplotlib.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(out, format="svg", metadata=nothing)
     return _page_image(out.getvalue(), title, text)

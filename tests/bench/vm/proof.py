@@ -92,14 +92,14 @@ class Run:
         self._quick = quick
         self._progress = Progress()
 
-    def wanted(self, workload: Workload) -> int:
+    def missing(self, workload: Workload) -> int:
         """Returns how many repetitions of a workload are missing."""
         count = QUICK_REPETITIONS if self._quick else workload.repetitions
         return max(0, count - len(self._results.repetitions(workload.key)))
 
     def all(self, names: list[str]) -> None:
         """Measures all parts, even if some of them fail. Then raises if a part has failed."""
-        parts = [part for name in names if self.wanted(part := self._parts[name]())]
+        parts = [part for name in names if self.missing(part := self._parts[name]())]
         left = sum(map(self._estimate, parts))
         measured: list[str] = []
         failures: list[str] = []
@@ -112,7 +112,7 @@ class Run:
                 for part in parts:
                     self._progress.step(f"{part.title}; about {left / 60:.0f} min left")
                     try:
-                        self._part(part, Path(images))
+                        self._run_part(part, Path(images))
                         measured.append(part.key)
                     except HarnessError as error:
                         failures.append(f"{part.key}: {error}")
@@ -131,7 +131,7 @@ class Run:
         seconds = part.seconds * self._host.slowdown
         return seconds / (part.repetitions if self._quick else 1)
 
-    def _part(self, part: Workload, images: Path) -> None:
+    def _run_part(self, part: Workload, images: Path) -> None:
         began = time.monotonic()
         try:
             with Session(pinning=self._host.pinning) as session:
@@ -151,7 +151,7 @@ class Run:
         self._progress.step(f"  ready after {time.monotonic() - began:.0f} s")
         done = len(self._results.repetitions(part.key))
         all_found: list[Repetition] = []
-        for number in range(done, done + self.wanted(part)):
+        for number in range(done, done + self.missing(part)):
             # The arms run in turns, and each repetition begins with another arm.
             turn = number % len(part.arms)
             found: Repetition = {}

@@ -59,7 +59,7 @@ GUESTS = 4
 RAM_BYTES = 128 * MIB
 SET_BYTES = 192 * MIB
 POOL_BYTES = 160 * MIB
-COLD_MIB = 32  # anonymous memory of each guest that it never uses again
+COLD_MIB = 32  # anonymous memory that each guest writes once and never uses again
 BLOCK_BYTES = 16 << 10
 COUNT = 5000  # requests of each guest in each phase
 THETA = 0.6
@@ -70,12 +70,12 @@ PHASES = (0.0, WRITE_SHARE)
 SPARE_BYTES = 2 * MIB
 
 POOL, COPY, RAM, ZRAM, CACHE, KSM = "pool", "pool_copy", "ram", "zram", "host_cache", "ksm"
-NONE = "none"  # the RAM of the guests with the pool, but no pool; only `sizes` measures this
+NONE = "none"  # guests with the same RAM and without the pool; only `sizes` measures them
 # The fastest scan that ksmtuned ever sets. Distributions use ksmtuned to control KSM.
 KSM_PAGES, KSM_SLEEP_MS = 1250, 10
 KSM_SECONDS = 120  # longest time for KSM to find all equal pages
-# KSM frees memory during the warm-up. Its guests boot again with more RAM, at most this often,
-# while they use less than this part of the pool's bytes.
+# KSM frees memory during the warm-up. The guests with KSM boot again with more RAM if they use less
+# than the fraction KSM_EQUAL of the host bytes of the pool's arm, at most KSM_BOOTS times.
 KSM_BOOTS, KSM_EQUAL = 3, 0.99
 
 
@@ -191,11 +191,11 @@ class Rivals(Workload):
     def prepare(self, lab: Lab) -> None:
         self._lab = lab
         self._use_arms(type(lab.host))
-        self._base, self._overlays = disks.clones(
+        self._base, self._overlays = disks.make_clones(
             lab.directory / "images", GUESTS, SET_BYTES, self.overlap
         )
         storage.forget_cached(self._base)
-        self._loads = disks.loads_image(lab.directory / "loads.img", self._requests())
+        self._loads = disks.make_loads_image(lab.directory / "loads.img", self._requests())
         self._boot_arms()
 
     def _boot_arms(self) -> None:
@@ -262,7 +262,10 @@ class Rivals(Workload):
         ksm: Ksm | None = None,
         suffix: str = "",
     ) -> Fleet:
-        """Boots and warms up the guests of an arm. `suffix` distinguishes repeated boots."""
+        """Boots and warms up the guests of an arm, and returns them.
+
+        `suffix` distinguishes repeated boots.
+        """
         lab = self._lab
         name = f"{arm}{suffix}"
         directory = lab.directory / name
@@ -289,7 +292,7 @@ class Rivals(Workload):
             throttle = None
         names = [f"{name}x{number}" for number in range(GUESTS)]
         if arm in (POOL, COPY):
-            fleet.daemon = lab.daemon(*names, pool_bytes=self.pool_bytes, domain="clones")
+            fleet.daemon = lab.start_daemon(*names, pool_bytes=self.pool_bytes, domain="clones")
         specs = [
             Spec(
                 name,
@@ -324,17 +327,17 @@ class Rivals(Workload):
             if arm == ZRAM:
                 box.sh(swap)
             box.sh(cold)
-        jobs = [box.job(f"cat {DATA}/{disks.SET} >/dev/null") for box in fleet.boxes]
+        jobs = [box.start(f"cat {DATA}/{disks.SET} >/dev/null") for box in fleet.boxes]
         for job in jobs:
             job.wait().check()
         peak = Peak(fleet.host_bytes)
         with peak:
             for number in WARM_UPS:
                 for share in PHASES:
-                    self._phase(fleet, number, share)
+                    self._run_phase(fleet, number, share)
         fleet.warm_bytes = peak.bytes
 
-    def _phase(self, fleet: Fleet, repetition: int, write_share: float) -> float:
+    def _run_phase(self, fleet: Fleet, repetition: int, write_share: float) -> float:
         """Runs the requests of all guests. Returns the seconds until all have ended."""
         commands = [
             fio_command(
@@ -345,7 +348,7 @@ class Rivals(Workload):
             for number in range(GUESTS)
         ]
         began = time.monotonic()
-        jobs = [box.job(command) for box, command in zip(fleet.boxes, commands, strict=True)]
+        jobs = [box.start(command) for box, command in zip(fleet.boxes, commands, strict=True)]
         reports = [fio_report(job.wait().check().text) for job in jobs]
         seconds = time.monotonic() - began
         done = sum(report[kind]["total_ios"] for report in reports for kind in ("read", "write"))
@@ -367,7 +370,7 @@ class Rivals(Workload):
         for share, suffix in ((0.0, ""), (WRITE_SHARE, "_writes")):
             read, busy = fleet.read_bytes(), fleet.guest_seconds()
             with peak:
-                out[f"seconds{suffix}"] = self._phase(fleet, repetition, share)
+                out[f"seconds{suffix}"] = self._run_phase(fleet, repetition, share)
             out[f"guest_cpu_s{suffix}"] = fleet.guest_seconds() - busy
             out[f"disk_mib{suffix}"] = (fleet.read_bytes() - read) / MIB
         if fleet.ksm:
@@ -382,13 +385,13 @@ class Rivals(Workload):
         sums = f"sha256sum {DATA}/{disks.SET}"
         for arm in (arm for arm in (POOL, COPY) if arm in self.fleets):
             boxes = self.fleets[arm].boxes
-            jobs = [box.job(f"sync; {sums}") for box in boxes]
+            jobs = [box.start(f"sync; {sums}") for box in boxes]
             cached = [job.wait().check().text for job in jobs]
             for box in boxes:
                 # Read from the disk: a new mount has no pages in RAM and none in the pool.
                 box.sh(f"umount {DATA}")
                 box.guest.mount("data", DATA, options="ro")
-            jobs = [box.job(sums) for box in boxes]
+            jobs = [box.start(sums) for box in boxes]
             if cached != [job.wait().check().text for job in jobs]:
                 raise HarnessError(
                     f"{self.key}, {arm}: the guest read wrong bytes from RAM or the pool"

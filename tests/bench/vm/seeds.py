@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Repeats published experiments with caches of this kind (docs/benchmarks/seeds.md).
 
-Each load runs in a guest without the pool, in one with it, and in one that gets as much more RAM as
-the pool takes from the host. The program saves each workload after it has checked the bytes that
-the guests read, so an interrupted run continues with the next one.
+Each load runs in three guests: without the pool, with the pool, and with additional RAM of the size
+that the pool takes from the host. The program saves each workload after it has checked the bytes
+that the guests read, so an interrupted run continues with the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.vm import databases, disks, seeds_report
 from bench.vm.build import Build
 from bench.vm.databases import MARIADB, POSTGRESQL, Server, in_system, rate
 from bench.vm.guests import Box, Lab, Use, fio_command, fio_report
-from bench.vm.machine import BATCH_BYTES, DATA, SEED, contents
+from bench.vm.machine import BATCH_BYTES, DATA, SEED, write_contents
 from bench.vm.proof import Parts, add_common_arguments, run_parts
 from bench.vm.results import Measured
 from bench.vm.rivals import Fleet
@@ -62,13 +62,13 @@ class Seed(Paired):
         found = super().measure(arm, repetition)
         return found | {"host_mib": self._host_bytes(arm) / MIB}
 
-    def step(self, box: Box, name: str, command: str) -> tuple[str, Measured]:
+    def run_command(self, box: Box, name: str, command: str) -> tuple[str, Measured]:
         """Runs a command. Returns its output, its time, its disk reads, and its processor time."""
         use = Use(box)
         began = time.monotonic()
         text = box.sh(command)
         seconds = time.monotonic() - began
-        grown = use.grown()
+        grown = use.growth()
         return text, {name: seconds} | {
             f"{name}_{figure}": grown[figure] for figure in ("disk_reads", "guest_cpu_s")
         }
@@ -110,7 +110,7 @@ class Iozone(Seed):
             f"{self.random_bytes >> 10} KiB; fsync after writes",
         }
 
-    def before(self, box: Box, repetition: int) -> None:
+    def prepare_repetition(self, box: Box, repetition: int) -> None:
         box.sh(f"rm {DATA}/{disks.SET}; sync")
 
     def act(self, box: Box, repetition: int) -> Measured:
@@ -127,7 +127,7 @@ class Iozone(Seed):
             if at_random:
                 requests = self.count
                 job += f" --number_ios={requests} --norandommap --randrepeat=0"
-            text, found = self.step(box, name, fio_command(job))
+            text, found = self.run_command(box, name, fio_command(job))
             report = fio_report(text)["write" if "write" in name else "read"]
             if report["total_ios"] != requests:
                 raise HarnessError(f"{name}: fio made {report['total_ios']} of {requests} requests")
@@ -142,26 +142,26 @@ class Iozone(Seed):
 
 COMMAND = "tmem-guest"
 FILE_BYTES = 8 << 10
-FILES = 7680  # of each directory
-FILES_TOGETHER = 128  # in a subdirectory
+FILES = 7680  # number of files in each of the three directories
+FILES_TOGETHER = 128  # number of files in a subdirectory
 DIRECTORIES = (1, 2, 3)
-KEPT, DROPPED = "kept", "dropped"  # what happens to the other directories
+KEPT, DROPPED = "kept", "dropped"  # whether tmem-guest drops the other directories
 
 
-def trees(path: Path) -> Path:
+def make_trees(path: Path) -> Path:
     """Creates an image with three directories of small files, and with tmem-guest."""
     source = random.Random(SEED)
     tree, scratch = path.with_suffix(".tree"), path.with_suffix(".scratch")
     tree.mkdir()
     for directory in DIRECTORIES:
-        contents(scratch, FILES * FILE_BYTES, source)
+        write_contents(scratch, FILES * FILE_BYTES, source)
         with scratch.open("rb") as data:
             for number in range(FILES):
                 file = tree / f"{directory}/{number // FILES_TOGETHER}/{number % FILES_TOGETHER}"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(data.read(FILE_BYTES))
     scratch.unlink()
-    contents(tree / "batch", BATCH_BYTES, source)
+    write_contents(tree / "batch", BATCH_BYTES, source)
     shutil.copy2(guest_program(ROOT / "guest-driver/tools/tmem-guest.c"), tree / COMMAND)
     disk.ext4(path, len(DIRECTORIES) * FILES * FILE_BYTES + 128 * MIB, tree)
     shutil.rmtree(tree)
@@ -191,7 +191,7 @@ class Directories(Seed):
         }
 
     def image(self, lab: Lab) -> Path:
-        return lab.image("directories", trees)
+        return lab.image("directories", make_trees)
 
     def warm(self, box: Box) -> None:
         for _ in range(2):
@@ -210,7 +210,7 @@ class Directories(Seed):
             if name == DROPPED and directory != DIRECTORIES[0]:
                 box.sh(f"{DATA}/{COMMAND} drop {DATA}/{directory}")
         box.settle()
-        return self.step(box, name, self._command(DIRECTORIES[0]))[1]
+        return self.run_command(box, name, self._command(DIRECTORIES[0]))[1]
 
     @staticmethod
     def _command(directory: int) -> str:
@@ -292,7 +292,7 @@ class Database(Seed):
 
     def image(self, lab: Lab) -> Path:
         name = self.server.name
-        return lab.image(name, lambda path: databases.image(path, self.server))
+        return lab.image(name, lambda path: databases.make_image(path, self.server))
 
     def warm(self, box: Box) -> None:
         box.sh(
@@ -306,7 +306,7 @@ class Database(Seed):
 
     def act(self, box: Box, repetition: int) -> Measured:
         load = f"{self._load} {self.server.seed}{SEED + repetition}"
-        text, found = self.step(box, self.figure, in_system(load))
+        text, found = self.run_command(box, self.figure, in_system(load))
         return found | {self.figure: rate(text)}
 
     def check(self) -> None:

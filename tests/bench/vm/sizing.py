@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Measures in native guests what `tmem-guest autosize` costs a load, and what a guest finds again.
+"""Measures the cost of `tmem-guest autosize` for loads and for re-reads, in native guests.
 
 All guests with the service have the pool. Native guests have no balloon, so their memory does not
 return to the host. The costs for the guest are the same.
@@ -84,7 +84,7 @@ class Wake(Paired):
         super().warm(box)
         box.sh(CGROUPS)
 
-    def before(self, box: Box, repetition: int) -> None:
+    def prepare_repetition(self, box: Box, repetition: int) -> None:
         if box.vm.name.startswith(RESTED):
             box.sh(f"{AUTOSIZE} --once={2 * SET_BYTES} --floor=1M")
         elif box.vm.name.startswith(DROPPED):
@@ -96,8 +96,8 @@ class Wake(Paired):
         return {"seconds": time.monotonic() - began}
 
 
-def measured(part: Paired, progress: Progress) -> list[Repetition]:
-    """Runs all repetitions of a part, whose arms take turns."""
+def measure_part(part: Paired, progress: Progress) -> list[Repetition]:
+    """Runs all repetitions of a part, whose arms take turns. Returns the figures."""
     progress.step(f"{part.title}; about {part.seconds * len(part.arms) / 60:.0f} min")
     host, found = Native(), []
     with (
@@ -137,14 +137,14 @@ def run(progress: Progress) -> Figures:
         "oltp_ro": SizedOltp(writes=False),
         "build": SizedBuild(),
     }.items():
-        found = measured(part, progress)
+        found = measure_part(part, progress)
         arms = (WITH, SERVICE) if part.figure == "tps" else (SERVICE, WITH)
         out[f"slowdown_{key}"] = ratio(found, part.figure, *arms)
         out[f"psi_some_percent_{key}"] = 100 * statistics.median(
             one[SERVICE]["stalled_share"] - one[WITH]["stalled_share"] for one in found
         )
         out[f"autosize_lost_fraction_{key}"] = lost_share(found, SERVICE)
-    found = measured(Wake(), progress)
+    found = measure_part(Wake(), progress)
     out["wake_cached_ratio"] = ratio(found, "seconds", RESTED, WITH)
     out["wake_disk_ratio"] = ratio(found, "seconds", DROPPED, RESTED)
     return out

@@ -2,9 +2,9 @@
 """Compares ways to swap the anonymous memory of native guests, at equal bytes of the host.
 
 In one arm, the driver serves the swap area on the throttled disk, and tmemd has its pages. Another
-one imitates a pool: a disk in memory that reads as fast as a get of the pool, and whose writes have
-the limits of the disk, because the kernel writes each page to the disk, too. The other arms do
-without the project: a disk, zram or zswap in the guest, and a disk on the host's zram.
+arm imitates a pool with a disk in memory, which reads as fast as a get of the pool. Its writes have
+the limits of the disk, because the kernel writes each page to the disk, too. The other arms do not
+use the project: a disk, zram or zswap in the guest, and a disk on the host's zram.
 
 The program needs root and a free /dev/zram0. It saves each repetition, and an interrupted run
 continues with the next one.
@@ -42,10 +42,10 @@ from harness.vm import MIB
 RESULTS = ROOT / "build/swap.json"
 REPETITIONS = 3
 ANON = "/bin/anon"
-NOISE_PERCENT = 50  # lz4 stores such a page in about 52 % of its size
+NOISE_PERCENT = 50  # lz4 compresses a page with this share of noise to about 52 %
 STORED = 0.52
 COUNT = 4000  # random operations in each of the two random phases
-SPARE_BYTES = 64 * MIB  # of a disk, for swap slots that are not free yet
+SPARE_BYTES = 64 * MIB  # room on a disk for swap slots that are not free yet
 FEW = 4  # random operations of a process that only fills memory
 RAM_BYTES = 128 * MIB
 SIZES = (1.5, 2.0, 3.0, 4.0)  # sizes of the process, in multiples of RAM_BYTES
@@ -55,7 +55,7 @@ GETS_PER_SECOND, SLOW_GETS_PER_SECOND = 20_000, 10_600
 # zram has the size of half of the RAM, which is the default of systemd's zram-generator. zram of
 # the size of the RAM leaves a guest of 160 MiB so little memory that the kernel kills the process.
 ZRAM_SHARE = 0.5
-ZSWAP_PERCENT = 25  # of the RAM, as much as this zram needs for compressed pages
+ZSWAP_PERCENT = 25  # part of the RAM for zswap, as much as the zram needs when it is full
 DISK, GET, SLOW_GET, HOST_ZRAM = "disk", "get", "slow_get", "host_zram"
 ZRAM, ZSWAP, POOL, FILES = "zram", "zswap", "pool", "files"
 ARMS = {
@@ -69,8 +69,8 @@ ARMS = {
     FILES: "pool of file pages",
 }
 FAST, SLOW = "fast", "slow"  # swap areas: one in the host's memory, and the throttled disk
-ENOUGH = 0.95  # a disk on the host's zram is as good as the pool from this part of its speed on
-BACK_SHARE = 0.05  # part of the memory that may be missing when it counts as returned
+ENOUGH = 0.95  # the host's zram counts as equal to the pool from this fraction of its speed on
+BACK_SHARE = 0.05  # fraction that the host may lack when the memory counts as returned
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Guest:
     def command(self, size: float, count: int, seed: int) -> str:
         return f"{ANON} {round(size * RAM_BYTES / MIB)} {NOISE_PERCENT} {count} {seed}"
 
-    def peak(self, size: float, count: int, seed: int) -> Measured:
+    def run_process(self, size: float, count: int, seed: int) -> Measured:
         """Runs a process of this size and returns its figures."""
         before = self.vm.guest.disk_stat(SLOW)
         text = self.vm.guest.sh(self.command(size, count, seed), SECONDS)
@@ -179,7 +179,7 @@ class Guest:
             "disk_write_mib": disk_part.write_sectors * SECTOR_BYTES / MIB,
         }
 
-    def hold(self, size: float) -> Job:
+    def start_process(self, size: float) -> Job:
         """Starts a process of this size; returns when all of its memory has been written."""
         job = self.vm.guest.start(f"exec {self.command(size, FEW, 1)} hold", SECONDS)
         while b"fault" not in job.stdout():
@@ -198,7 +198,7 @@ class Guest:
 
 
 def parse(text: str) -> Measured:
-    """Returns the figures of a process from the output of the guest program anon."""
+    """Returns the figures of a process, read from the output of the guest program anon."""
     lines = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
     out: Measured = {}
     for name in ("fill", "sequential", "read", "write"):
@@ -214,8 +214,8 @@ def parse(text: str) -> Measured:
 class Wait:
     """Measures the time until the host has memory back, at most `seconds`.
 
-    `used` returns the bytes that are not back yet. They were `nothing` when this object was
-    created.
+    `used` returns the bytes that the host does not have back. `nothing` is its value when this
+    object is created.
     """
 
     def __init__(self, used: Callable[[], int], seconds: float = 30) -> None:
@@ -236,7 +236,7 @@ class Wait:
                 return
             time.sleep(0.01)
 
-    def found(self, what: str) -> Measured:
+    def figures(self, what: str) -> Measured:
         return {
             f"{what}_s": self._took,
             f"{what}_from_mib": self._full / MIB,
@@ -261,13 +261,13 @@ class Part:
     def measure(self, arm: str, repetition: int) -> Measured:
         raise NotImplementedError
 
-    def memory_file(self, name: str, size_bytes: int) -> Path:
+    def make_memory_file(self, name: str, size_bytes: int) -> Path:
         """Returns an empty image in the host's memory, which the part's end removes."""
         path = Path(f"/dev/shm/tmem-swap-{os.getpid()}-{name}")
         self.ends.callback(path.unlink, missing_ok=True)
         return disk.blank(path, size_bytes)
 
-    def throttled(self, name: str) -> Disk:
+    def make_throttled_disk(self, name: str) -> Disk:
         """Returns an empty disk with the limits of a cloud volume."""
         path = self.session.directory / f"{name}.img"
         image = disk.blank(path, round(SIZES[-1] * RAM_BYTES) + SPARE_BYTES)
@@ -281,19 +281,19 @@ class Part:
         area_bytes: int,
         daemon: Daemon | None = None,
     ) -> Guest:
-        """Boots a guest of an arm.
+        """Boots a guest of an arm, and returns it.
 
         `share_bytes` is the guest's part of the host memory beside its RAM, and `area_bytes` the
         size of its swap area in the host's memory. A guest with `daemon` has its pool.
         """
         name = f"{arm}{number}".replace("_", "")
-        areas = [self.throttled(name)]
+        areas = [self.make_throttled_disk(name)]
         if arm in (GET, SLOW_GET):
             volume = disk.CLOUD_VOLUME
             gets = GETS_PER_SECOND if arm == GET else SLOW_GETS_PER_SECOND
             fast = Disk(
                 FAST,
-                self.memory_file(name, area_bytes),
+                self.make_memory_file(name, area_bytes),
                 throttle=GetThrottle(volume.iops, volume.bytes_per_second, gets),
                 discard=True,
                 in_memory=True,
@@ -315,7 +315,7 @@ class Part:
         guest.start()
         return guest
 
-    def host_zram(self, size_bytes: int) -> HostZram:
+    def make_host_zram(self, size_bytes: int) -> HostZram:
         zram = HostZram(size_bytes)
         self.ends.callback(zram.reset)
         return zram
@@ -330,7 +330,7 @@ class Fleet(Part):
     count = COUNT
 
     def prepare(self) -> None:
-        self._zram = self.host_zram(self.guests * self.area_bytes)
+        self._zram = self.make_host_zram(self.guests * self.area_bytes)
         share = self.memory_bytes // self.guests
         names = [f"{POOL}{number}" for number in range(self.guests)]
         self._daemon = self.session.daemon(*names, pool_size=f"{self.memory_bytes // MIB}MiB")
@@ -360,7 +360,9 @@ class Fleet(Part):
         found: dict[float, list[Measured]] = {size: [] for size in SIZES}
         for number, size in enumerate(sizes):
             guest = fleet[number % self.guests]
-            found[size].append(guest.peak(size, self.count, repetition * len(sizes) + number + 1))
+            found[size].append(
+                guest.run_process(size, self.count, repetition * len(sizes) + number + 1)
+            )
         out: Measured = {}
         for size, some in found.items():
             for name in some[0]:
@@ -419,7 +421,7 @@ class Back(Part):
     pool_bytes = 256 * MIB
 
     def prepare(self) -> None:
-        self._zram = self.host_zram(self.area_bytes)
+        self._zram = self.make_host_zram(self.area_bytes)
         self._guests = {
             arm: self.boot_guest(arm, 0, self.share_bytes, self.area_bytes)
             for arm in self.arms
@@ -428,19 +430,19 @@ class Back(Part):
 
     def measure(self, arm: str, repetition: int) -> Measured:
         if arm == FILES:
-            return self._files(repetition)
+            return self._measure_taken_from_files(repetition)
         guest = self._guests[arm]
         if arm != HOST_ZRAM:
             wait = Wait(lambda: used_bytes(guest.pids()), seconds=5)
             wait.nothing = 0
-            self._freed(guest, wait)
-            return wait.found("freed")
+            self._measure_freed(guest, wait)
+            return wait.figures("freed")
         wait = Wait(self._zram.used_bytes)
-        self._freed(guest, wait)
-        out = wait.found("freed")
+        self._measure_freed(guest, wait)
+        out = wait.figures("freed")
         # The host cannot shrink its zram. It has to ask the guest for the memory.
         wait = Wait(self._zram.used_bytes)
-        job = guest.hold(self.size)
+        job = guest.start_process(self.size)
         wait.begin()
         device = f"/dev/{guest.vm.guest.disk(FAST)}"
         guest.vm.guest.sh(f"swapoff {device} && blkdiscard {device}", SECONDS)
@@ -450,21 +452,21 @@ class Back(Part):
         guest.vm.guest.sh(f"swapoff /dev/{guest.vm.guest.disk(SLOW)}")
         for area in guest.vm.config.disks:
             guest.add_area(area)
-        return out | wait.found("taken")
+        return out | wait.figures("taken")
 
-    def _freed(self, guest: Guest, wait: Wait) -> None:
+    def _measure_freed(self, guest: Guest, wait: Wait) -> None:
         """Ends a process in the guest and waits until its memory is back."""
-        job = guest.hold(self.size)
+        job = guest.start_process(self.size)
         wait.begin()
         job.kill()
         job.wait()
         wait.end()
 
-    def _files(self, repetition: int) -> Measured:
-        """Fills a pool with file pages and makes the pool smaller."""
+    def _measure_taken_from_files(self, repetition: int) -> Measured:
+        """Fills a pool with file pages, makes the pool smaller, and returns the times."""
         path = self.session.directory / "set.img"
         if not path.exists():
-            disks.image(path, 4 * RAM_BYTES)
+            disks.make_set_image(path, 4 * RAM_BYTES)
         name = f"pool{repetition}"
         daemon = self.session.daemon(name, pool_size=f"{self.pool_bytes // MIB}MiB")
         daemon.start()
@@ -490,7 +492,7 @@ class Back(Part):
         vm.check_console()
         vm.stop()
         daemon.stop()
-        return {**wait.found("taken"), "held_mib": held / MIB}
+        return {**wait.figures("taken"), "held_mib": held / MIB}
 
 
 PARTS: dict[str, type[Part]] = {part.key: part for part in (One, Eight, Back)}
@@ -553,7 +555,7 @@ def middle(found: list[Repetition], arm: str, name: str) -> float:
 
 
 def fleet_tables(found: list[Repetition], arms: tuple[str, ...]) -> Iterator[str]:
-    """Returns a table for each figure, with the sizes as columns, and the verdict of the gate."""
+    """Yields a table for each figure, with the sizes as columns, and the verdict of the gate."""
     for name, what, digits in (
         ("peak_s", "time of a process until its last operation, s", 2),
         ("random_ops_per_s", "random operations per second", 0),

@@ -23,7 +23,7 @@ from harness.paths import HarnessError
 from harness.vm import MIB
 
 RAM_BYTES = 192 * MIB
-SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
+SET_BYTES = 288 * MIB  # size of the file, 1.5 times the RAM; RAM and pool together hold it
 POOL_BYTES = 512 * MIB
 STREAM_BYTES = 448 * MIB
 WITH, WITHOUT = "with", "without"
@@ -48,7 +48,7 @@ class Workload:
         raise NotImplementedError
 
     def measure(self, arm: str, repetition: int) -> Measured:
-        """Measures one arm once."""
+        """Measures one arm once, and returns its figures."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class Paired(Workload):
 
     def image(self, lab: Lab) -> Path:
         name = f"set{self.set_bytes // MIB}"
-        return lab.image(name, lambda path: disks.image(path, self.set_bytes))
+        return lab.image(name, lambda path: disks.make_set_image(path, self.set_bytes))
 
     def prepare(self, lab: Lab) -> None:
         path = self.image(lab)
@@ -96,8 +96,8 @@ class Paired(Workload):
             self._sum = set_sum(path)
         loads = self.requests_by_name()
         if loads:
-            requests = disks.loads_image(lab.directory / "loads.img", loads)
-        daemon = lab.daemon(*self.pooled, pool_bytes=POOL_BYTES * len(self.pooled))
+            requests = disks.make_loads_image(lab.directory / "loads.img", loads)
+        daemon = lab.start_daemon(*self.pooled, pool_bytes=POOL_BYTES * len(self.pooled))
         for arm in self.arms:
             own = path
             if self.writable:
@@ -134,13 +134,13 @@ class Paired(Workload):
 
     def measure(self, arm: str, repetition: int) -> Measured:
         box = self.boxes[arm]
-        self.before(box, repetition)
+        self.prepare_repetition(box, repetition)
         box.settle()
         use = Use(box)
         out = self.act(box, repetition)
-        return out | use.grown()
+        return out | use.growth()
 
-    def before(self, box: Box, repetition: int) -> None:
+    def prepare_repetition(self, box: Box, repetition: int) -> None:
         """Prepares a repetition, outside of the measurement."""
 
     def act(self, box: Box, repetition: int) -> Measured:
@@ -188,7 +188,7 @@ class SequentialReread(Paired):
         }
 
     def act(self, box: Box, repetition: int) -> Measured:
-        report = box.fio(
+        report = box.run_fio(
             f"--rw=read --bs={self.block_bytes} --filename={DATA}/{disks.SET} --gtod_reduce=1 "
             f"--ioengine={self.engine} --iodepth={self.depth}"
         )
@@ -272,7 +272,7 @@ class RandomReread(Paired):
     def act(self, box: Box, repetition: int) -> Measured:
         names = [load_name(repetition, thread) for thread in range(self.threads)]
         trace = fio_trace(self.engine, self.depth // self.threads, *names)
-        return {"seconds": _seconds(box.fio(trace), "read", self.reads)}
+        return {"seconds": _seconds(box.run_fio(trace), "read", self.reads)}
 
 
 ALL_IN_RAM = "rand_reread_all_in_ram"
@@ -323,7 +323,7 @@ class Oltp(Paired):
         }
 
     def image(self, lab: Lab) -> Path:
-        return lab.image("database", lambda path: disks.database(path, self.set_bytes))
+        return lab.image("database", lambda path: disks.make_database(path, self.set_bytes))
 
     def warm(self, box: Box) -> None:
         for _ in range(2):
@@ -370,13 +370,13 @@ class Stream(Paired):
     def warm(self, box: Box) -> None:
         self.act(box, -1)
 
-    def before(self, box: Box, repetition: int) -> None:
+    def prepare_repetition(self, box: Box, repetition: int) -> None:
         # Without a mount, the driver drops the file system's pages from the pool.
         box.sh(f"umount {DATA}")
         box.mount_set()
 
     def act(self, box: Box, repetition: int) -> Measured:
-        report = box.fio(
+        report = box.run_fio(
             f"--rw=read --bs=128k --filename={DATA}/{disks.SET} --gtod_reduce=1 --ioengine=psync"
         )
         return {"seconds": _seconds(report, "read", self.set_bytes // (128 << 10))}
@@ -402,7 +402,7 @@ class Write(Paired):
         }
 
     def act(self, box: Box, repetition: int) -> Measured:
-        report = box.fio(
+        report = box.run_fio(
             f"--rw=randwrite --bs={self.block_bytes} --filename={DATA}/{disks.SET} --ioengine=psync"
             f" --number_ios={self.writes} --norandommap --randrepeat=0 --randseed={repetition + 10}"
             " --end_fsync=1 --gtod_reduce=1"

@@ -283,7 +283,7 @@ impl Guest {
     ///
     /// # Errors
     /// [`Self::wait`] returns an error.
-    pub fn all(&mut self, runs: &[Run], puts: bool) -> Result<(f64, usize), String> {
+    pub fn run_all(&mut self, runs: &[Run], puts: bool) -> Result<(f64, usize), String> {
         let (mut sent, mut answered, mut into, mut pages) = (0, 0, 0, 0);
         let mut begun = Instant::now();
         while answered < runs.len() {

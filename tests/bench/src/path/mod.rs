@@ -107,7 +107,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     raise_descriptor_limit()?;
     progress("reading files");
     let corpus = corpus::load(args.corpus.as_deref(), args.pages, args.seed)?;
-    let pages = times::sized(&corpus.pages, &PageHash::new(42));
+    let pages = times::compressible_pages(&corpus.pages, &PageHash::new(42));
     drop(corpus);
     if pages.len() < (BATCHES * 8 * BATCH).max(VMS * VM_PAGES) {
         return Err(format!(
@@ -118,8 +118,8 @@ pub fn run(args: &Args) -> Result<(), String> {
     pin(None, CLIENT)?;
     let mut times = Times::default();
     let mut zram = Zram::new(pages.len());
-    one_vm(args, &pages, &mut times, zram.as_mut().ok())?;
-    let idle = many_vms(args, &pages, &mut times)?;
+    measure_one_vm(args, &pages, &mut times, zram.as_mut().ok())?;
+    let idle = measure_many_vms(args, &pages, &mut times)?;
     let waits = neighbour::measure(args.event_loop)?;
     progress("");
     let results = results(&times, &idle, &zram.map(drop));
@@ -151,7 +151,7 @@ fn batches(pages: usize) -> Vec<Run> {
 
 /// Measures a VM whose worker polls for requests, a VM whose worker does not poll, the engine and
 /// zram.
-fn one_vm(
+fn measure_one_vm(
     args: &Args,
     pages: &[Sized],
     times: &mut Times,
@@ -169,13 +169,13 @@ fn one_vm(
     let few = pages.len().min(16 * BATCH);
     let mut other = Guest::new("woken", all().take(few), SINGLES)?;
     host.connect(&sleeping, "woken", 64 << 20, &mut other)?;
-    let engine = rig::guest(&host.daemon.engine, "engine")?;
+    let engine = rig::add_guest(&host.daemon.engine, "engine")?;
     for (number, runs) in batches(pages.len()).chunks(BATCHES).enumerate() {
-        guest.all(runs, true)?;
+        guest.run_all(runs, true)?;
         if number * BATCHES * BATCH < few {
             let some: Vec<Run> = runs.iter().filter(|run| run.index < few).copied().collect();
             for run in some.chunks(WINDOW) {
-                other.all(run, true)?;
+                other.run_all(run, true)?;
                 host.maintain_all();
             }
         }
@@ -204,23 +204,23 @@ fn one_vm(
         // that the last round filled.
         for nth in 0..2 {
             match (round + nth) % 2 {
-                0 => path_round(times, &host, &path, &mut guest, runs)?,
-                _ => engine_round(times, &host, &engine, pages, runs, &mut copies)?,
+                0 => measure_path(times, &host, &path, &mut guest, runs)?,
+                _ => measure_engine(times, &host, &engine, pages, runs, &mut copies)?,
             }
         }
         if let Some(zram) = &mut zram {
-            zram_round(times, zram, pages, &runs[..WINDOW])?;
+            measure_zram(times, zram, pages, &runs[..WINDOW])?;
         }
         let first = rng.usize(..pages.len() - SINGLES);
-        single_gets(&mut times.singles[0].1, &mut guest, first)?;
+        measure_single_gets(&mut times.singles[0].1, &mut guest, first)?;
         let first = rng.usize(..few - SINGLES);
-        single_gets(&mut times.singles[1].1, &mut other, first)?;
+        measure_single_gets(&mut times.singles[1].1, &mut other, first)?;
         host.maintain_all();
     }
     Ok(())
 }
 
-fn path_round(
+fn measure_path(
     times: &mut Times,
     host: &BenchDaemon,
     path: &Path,
@@ -229,7 +229,7 @@ fn path_round(
 ) -> Result<(), String> {
     for what in [GET, PUT] {
         let before = path.cpu_ns();
-        let (seconds, pages) = guest.all(runs, what == PUT)?;
+        let (seconds, pages) = guest.run_all(runs, what == PUT)?;
         times.path[what].push(seconds * 1e9 / pages as f64);
         // Wait until the worker sleeps, because its processor time is complete only then.
         std::thread::sleep(REST);
@@ -244,7 +244,7 @@ fn path_round(
 
 /// Gets the batches of `runs` and puts them again, for another tenant, by calling the engine
 /// directly on the worker's processor.
-fn engine_round(
+fn measure_engine(
     times: &mut Times,
     host: &BenchDaemon,
     engine: &rig::Guest,
@@ -280,7 +280,7 @@ fn engine_round(
 
 /// Reads the batches of `runs` from zram and writes them again, page by page, because zram has no
 /// batches. The calling thread does zram's work, so the calls' elapsed time is zram's time.
-fn zram_round(
+fn measure_zram(
     times: &mut Times,
     zram: &mut Zram,
     pages: &[Sized],
@@ -306,7 +306,11 @@ fn zram_round(
 
 /// Gets pages one by one and adds each time in µs to `times`. The guest pauses for THINK before
 /// each get. At the end, puts the pages again.
-fn single_gets(times: &mut Vec<f64>, guest: &mut Guest, first: usize) -> Result<(), String> {
+fn measure_single_gets(
+    times: &mut Vec<f64>,
+    guest: &mut Guest,
+    first: usize,
+) -> Result<(), String> {
     for nth in 0..SINGLES {
         let run = Run {
             index: first + nth,
@@ -327,7 +331,7 @@ fn single_gets(times: &mut Vec<f64>, guest: &mut Guest, first: usize) -> Result<
         .map(|nth| run(first + nth, BATCH.min(SINGLES - nth)))
         .collect();
     guest.check(&back)?;
-    guest.all(&back, true)?;
+    guest.run_all(&back, true)?;
     Ok(())
 }
 
@@ -339,7 +343,7 @@ struct Idle {
 
 /// Measures a daemon with many VMs, each with one batch in flight, for a comparison with one VM
 /// that has several batches in flight. Then measures the daemon while it is idle.
-fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, String> {
+fn measure_many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, String> {
     let host = BenchDaemon::new(4 << 30);
     let polls = tmemd::config::POLL_MAX_DEFAULT;
     let path = host.serve(args.event_loop, polls, SERVER)?;
@@ -369,8 +373,8 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
             let which = (round + nth) % 2;
             for puts in [true, false] {
                 let done = match which {
-                    0 => one.all(&order[..BATCHES], puts)?,
-                    _ => crowd(&mut many, puts)?,
+                    0 => one.run_all(&order[..BATCHES], puts)?,
+                    _ => run_crowd(&mut many, puts)?,
                 };
                 (seconds, pages) = (seconds + done.0, pages + done.1);
                 host.maintain_all();
@@ -403,7 +407,7 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
 
 /// Lets each VM send its batch and takes the answers of all VMs. Returns the seconds between the
 /// answer number WINDOW and the last answer, and the number of pages answered in that time.
-fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
+fn run_crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
     let run = Run {
         index: 0,
         pages: VM_PAGES,

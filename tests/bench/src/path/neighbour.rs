@@ -303,7 +303,7 @@ impl Attacker {
 
     /// Takes the answers that have arrived, and sends as many of the descriptor chains in `left` as
     /// fit into the ring.
-    fn go_on(&mut self) -> Result<(), String> {
+    fn exchange(&mut self) -> Result<(), String> {
         let queue = self.attack.queue();
         loop {
             let used = self.guest.ring_mut(queue).pop_used();
@@ -448,7 +448,7 @@ impl Rig {
     /// Gets the victim's pages one by one, and returns the times in µs. With `beside`, measures
     /// while the attack runs, until the attack ends or [`ATTACK`] has passed. Without it, measures
     /// without an attack until the victim has got each page once.
-    fn times(&mut self, beside: bool) -> Result<Vec<f64>, String> {
+    fn measure_times(&mut self, beside: bool) -> Result<Vec<f64>, String> {
         let runs: Vec<Run> = (0..VICTIM_PAGES / BATCH)
             .map(|nth| Run {
                 index: nth * BATCH,
@@ -456,7 +456,7 @@ impl Rig {
             })
             .collect();
         // Put the pages that the gets of the previous measurement have removed from the pool.
-        self.victim.all(&runs, true)?;
+        self.victim.run_all(&runs, true)?;
         self.maintain_all();
         let mut times = Vec::new();
         let mut begun = Instant::now();
@@ -465,7 +465,7 @@ impl Rig {
             // Wait until the worker has answered a chain of the attacker. From then on the worker
             // is busy.
             while self.attacker.answered == 0 {
-                self.attacker.go_on()?;
+                self.attacker.exchange()?;
                 if begun.elapsed() > TIMEOUT {
                     return Err("requests of the attacker guest were not answered in time".into());
                 }
@@ -484,7 +484,7 @@ impl Rig {
             }
             while self.victim.answer()?.is_none() {
                 if beside {
-                    self.attacker.go_on()?;
+                    self.attacker.exchange()?;
                 }
                 if sent.elapsed() > TIMEOUT {
                     return Err("a get of the victim guest was not answered in time".into());
@@ -494,7 +494,7 @@ impl Rig {
         }
         self.attacker.stopped = true;
         while self.attacker.is_busy() || !self.attacker.left.is_empty() {
-            self.attacker.go_on()?;
+            self.attacker.exchange()?;
             if begun.elapsed() > TIMEOUT {
                 return Err("requests of the attacker guest were not answered in time".into());
             }
@@ -519,7 +519,7 @@ pub fn measure(event_loop: EventLoop) -> Result<Vec<Waits>, String> {
             rig.stock(round)?;
             let first = round % 2;
             for arm in [first, 1 - first] {
-                times[arm].extend(rig.times(arm == 1)?);
+                times[arm].extend(rig.measure_times(arm == 1)?);
             }
         }
         let [alone, beside] = times;

@@ -60,7 +60,7 @@ fn seeds() -> std::ops::RangeInclusive<u64> {
 }
 
 /// Returns the recorded traces: their names and events.
-fn recorded() -> Vec<(String, Vec<Event>)> {
+fn recorded_traces() -> Vec<(String, Vec<Event>)> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces");
     let entries = std::fs::read_dir(&directory).expect("cannot read the directory tests/traces");
     let mut paths: Vec<PathBuf> = entries
@@ -110,7 +110,7 @@ fn default_policy_is_better_than_lru_on_average_and_never_much_worse() {
     let (mut lru_sum, mut our_sum) = (0.0, 0.0);
     let mut largest_loss = (0.0, String::new());
     for seed in seeds() {
-        for (name, events) in recorded().into_iter().chain(synthetic(seed)) {
+        for (name, events) in recorded_traces().into_iter().chain(synthetic_traces(seed)) {
             let lru = hit_percents(&events, PolicyKind::Lru, seed);
             let ours = hit_percents(&events, PolicyKind::default(), seed);
             println!(
@@ -136,7 +136,7 @@ fn default_policy_is_better_than_lru_on_average_and_never_much_worse() {
 }
 
 /// Returns generated traces with different distributions of reads: their names and events.
-fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
+fn synthetic_traces(seed: u64) -> Vec<(String, Vec<Event>)> {
     const PAGES: u64 = 8_000;
     const READS: u64 = 60_000;
     const CACHE: usize = 800;
@@ -256,14 +256,14 @@ fn gets_needed(outcome: &Outcome) -> u64 {
 /// as not needed.
 #[test]
 fn estimates_of_hits_gained_and_lost_are_within_bounds() {
-    let recorded = recorded();
+    let recorded = recorded_traces();
     let mut traces = Vec::new();
     for seed in seeds() {
         let named = |(name, events): &(String, Vec<Event>)| {
             (format!("{name}, seed {seed}"), events.clone(), seed)
         };
         traces.extend(recorded.iter().map(named));
-        traces.extend(synthetic(seed).iter().map(named));
+        traces.extend(synthetic_traces(seed).iter().map(named));
     }
     let (mut gains, mut losses, mut late_losses) =
         (Errors::default(), Errors::default(), Errors::default());
