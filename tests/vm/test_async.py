@@ -153,7 +153,6 @@ def test_answers_out_of_order_end_their_own_reads(
         assert growth(before, stats(guest))["hits"] > 0
 
 
-@pytest.mark.smoke
 def test_fetches_wait_for_bounce_pages(session: Session, kernel: Kernel, module: Path) -> None:
     """More reads than bounce pages allow come from the host, or from the disk at the deadline."""
     with Liar(session.directory / "liar") as liar:
@@ -191,7 +190,6 @@ def test_fetches_wait_for_bounce_pages(session: Session, kernel: Kernel, module:
         assert grown["hits"] > FILES * PAGES / 2
 
 
-@pytest.mark.smoke
 def test_readers_that_must_not_wait_get_pages(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -215,7 +213,6 @@ def test_readers_that_must_not_wait_get_pages(
         assert checksums(guest, list(sums)) == sums
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("how", ["rmmod", "unbind"])
 def test_silent_host_does_not_delay_unloading(
     session: Session, kernel: Kernel, module: Path, how: str

@@ -499,7 +499,6 @@ def test_block_numbers_are_used_again_without_records(
     check_each(guest, {"numbers": lambda: put_after_unmount(guest)})
 
 
-@pytest.mark.smoke
 def test_sampled_reads_are_compared_with_the_disk(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:

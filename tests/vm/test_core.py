@@ -128,7 +128,6 @@ def test_driver_without_a_device_puts_nothing(
     assert guest.sh("grep tmem /proc/slabinfo || true") == ""
 
 
-@pytest.mark.smoke
 def test_second_device_is_refused_until_the_first_is_removed(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -721,7 +720,6 @@ def test_pools_with_contradictory_answers_get_no_puts(
         assert stats(guest)["mismatches"] == 0
 
 
-@pytest.mark.smoke
 def test_suspend_empties_the_cache(tree: Tree) -> None:
     """At a suspend the driver drops all entries of its index. It starts again at the resume."""
     daemon, vm, guest = tree.daemon, tree.vm, tree.guest

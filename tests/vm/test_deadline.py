@@ -73,7 +73,6 @@ def evict_in_steps(
     return counters
 
 
-@pytest.mark.smoke
 def test_parts_of_a_read_share_one_deadline(session: Session, kernel: Kernel, module: Path) -> None:
     """A bio that is larger than a fetch is filled in parts, which share the bio's deadline.
 

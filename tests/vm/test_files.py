@@ -315,7 +315,6 @@ def test_dontcache_pages_cause_no_wrong_byte(
     assert stats(guest)["hits"] > 0
 
 
-@pytest.mark.smoke
 def test_swap_file_reads_no_old_byte(session: Session, kernel: Kernel, module: Path) -> None:
     """The kernel swaps to a file below its page cache, also while its pages are in the pool."""
     guest = boot(session, kernel, module)
@@ -357,7 +356,6 @@ def test_fadvise_on_part_of_a_page_does_not_prevent_puts(
     assert checksums(guest, [path]) == sums
 
 
-@pytest.mark.smoke
 def test_mounts_of_one_file_system_share_one_cache(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -536,7 +534,6 @@ def test_journalled_data_reads_no_old_byte(session: Session, kernel: Kernel, mod
     check_right(guest, sums)
 
 
-@pytest.mark.smoke
 def test_pages_with_failed_writeback_are_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

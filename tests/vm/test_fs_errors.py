@@ -198,7 +198,6 @@ def read_after_failed_conversion(below: Below) -> bytes:
     return guest.get("/tmp/found")
 
 
-@pytest.mark.smoke
 def test_page_with_a_failed_extent_conversion_is_not_read_from_the_pool(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

@@ -92,7 +92,6 @@ def wait_held(guest: Guest, path: str) -> None:
     until(is_held, 60, f"pages of {path} are put")
 
 
-@pytest.mark.smoke
 def test_status_and_stats_report_the_state_of_the_driver(
     session: Session, kernel: Kernel, module: Path
 ) -> None:

@@ -97,7 +97,6 @@ def test_refused_modules_log_the_documented_messages(
     refused("/signed.ko", unknown_row)
 
 
-@pytest.mark.smoke
 def test_mounts_after_a_lockdown_are_cached(session: Session, kernel: Kernel, module: Path) -> None:
     """The driver serves a file system that is mounted after the kernel is locked down.
 

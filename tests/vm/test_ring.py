@@ -220,7 +220,6 @@ def test_partial_batches_are_sent_after_a_bounded_delay(
     assert after["puts_stored"] - before["puts_stored"] == after["puts"] - before["puts"]
 
 
-@pytest.mark.smoke
 def test_dropped_flushes_are_counted_and_cause_no_old_page(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
