@@ -240,7 +240,7 @@ static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long los
 }
 
 /* Records that the full index evicted pages. Context: process. */
-void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages)
+void tmem_admit_count_evictions(struct tmem_dev *dev, unsigned long pages)
 {
 	/*
 	 * The filter engages if as many pages as the index had were evicted, without hits in

@@ -9,9 +9,10 @@
 #include "get.h"
 
 /*
- * Returns whether there is room for a number of pages; for more pages than the device has, whether
- * all it has are free. @ahead: a quarter of groups and requests has to stay free, unless all are.
- * The answer may be out of date.
+ * Returns whether a get request and bounce pages for @nr_pages pages are free. Bounce pages are in
+ * groups of TMEM_GROUP_PAGES. If @nr_pages needs more groups than are usable, all usable groups
+ * must be free. If @ahead is true, a quarter of the groups and requests must stay free, unless all
+ * usable groups are free. The answer may be out of date.
  */
 bool tmem_bounce_fits(const struct tmem_dev *dev, unsigned int nr_pages, bool ahead)
 {

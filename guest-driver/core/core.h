@@ -99,7 +99,7 @@
 #define TMEM_BATCH_GROUPS	(VIRTIO_TMEM_BATCH_MAX / TMEM_GROUP_PAGES)
 
 /*
- * Maximum number of put batches of a queue that are at the host. kswapd evicts some hundred
+ * Maximum number of put batches of a queue that are at the host. kswapd evicts a few hundred
  * neighbouring pages, which go to one queue, in less time than the host needs for an answer. Eight
  * full batches are more than the ring of a guest of 256 MiB holds.
  */
@@ -601,7 +601,7 @@ void tmem_admit_exit(struct tmem_dev *dev);
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
 		bool workingset);
 void tmem_admit_back(struct tmem_dev *dev, struct page *page);
-void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages);
+void tmem_admit_count_evictions(struct tmem_dev *dev, unsigned long pages);
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses);
 
 /* implemented in bounce.c */

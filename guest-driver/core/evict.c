@@ -191,7 +191,7 @@ static void evict_work_fn(struct work_struct *work)
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
 	if (dev)
-		tmem_admit_evicted(dev, evicted);
+		tmem_admit_count_evictions(dev, evicted);
 	rcu_read_unlock();
 }
 

@@ -109,9 +109,9 @@ static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool)
 /* --- operations ---------------------------------------------------------------------------- */
 
 /*
- * Enters a page at a place of an object, or erases its entry if it cannot be entered. Returns 0,
- * and sets @where; -ENODEV if the pool is not at the host; -ENOSPC if the index is full; or
- * -ENOMEM. After an error, no entry is left for the page.
+ * Stores @entry for the page with number @index of the object @key. Returns 0, and sets @where;
+ * -ENODEV if the pool is not at the host; -ENOSPC if the index is full; or -ENOMEM. After an error,
+ * the page has no entry, also not an earlier one.
  */
 int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where)

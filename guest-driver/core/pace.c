@@ -3,7 +3,7 @@
  * Pace of reclaim: while the put ring fills up, kswapd and registered tasks wait for the host for a
  * short time.
  *
- * kswapd evicts some hundred pages in less time than a host needs for one answer. Pages that do
+ * kswapd evicts a few hundred pages in less time than a host needs for one answer. Pages that do
  * not fit into the ring are dropped, and the next reader of each reads the disk. So kswapd calls
  * tmem_pace() after every 32 pages or so that it evicts (hooks/reclaim.c). If a quarter of the ring
  * is used, tmem_pace() sends all puts and waits until the host has taken half of them.

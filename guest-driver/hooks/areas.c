@@ -351,7 +351,7 @@ static void renew_intervals(void)
 static void ram_fn(struct work_struct *work)
 {
 	mutex_lock(&drain_lock);
-	tmem_records_follow_ram(renew_intervals);
+	tmem_records_fit_ram(renew_intervals);
 	mutex_unlock(&drain_lock);
 	queue_delayed_work(tmem_system_wq, &ram_work, tmem_test_ram_period(RAM_PERIOD));
 }

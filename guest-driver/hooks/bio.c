@@ -500,7 +500,7 @@ static bool end_pages(struct tracked *t, unsigned int *budget)
 	struct bio_vec bv;
 	bool good;
 
-	/* The epoch and the records belong together (tmem_records_follow_ram()). */
+	/* The epoch and the records belong together (tmem_records_fit_ram()). */
 	rcu_read_lock();
 	good = !t->bio->bi_status && is_same_epoch(t);
 	for (; t->iter.bi_size && *budget; --*budget) {

@@ -71,7 +71,7 @@ u32 tmem_record_free(const struct page *page);
 void tmem_record_forbid(void);
 void tmem_record_move(struct folio *to, struct folio *from);
 void tmem_record_mark(struct page *page);
-void tmem_records_follow_ram(void (*renew)(void));
+void tmem_records_fit_ram(void (*renew)(void));
 
 /* --- areas.c ------------------------------------------------------------------------------- */
 

@@ -340,7 +340,7 @@ static bool fill_end(struct fill *fill)
 	struct bio *bio = fill->bio;
 	bool whole, verify;
 
-	/* The epoch and the records belong together (tmem_records_follow_ram()). */
+	/* The epoch and the records belong together (tmem_records_fit_ram()). */
 	rcu_read_lock();
 	/*
 	 * A wrong page may have blocked the mount meanwhile. If the interval of the area has ended,

@@ -86,7 +86,10 @@ static void notrace tmem_ftrace_func(unsigned long ip, unsigned long parent_ip,
 
 static struct ftrace_ops tmem_ftrace_ops;
 
-/* Removes all targets. No function is watched and no task is in the code of this module. */
+/*
+ * Removes all targets. The caller has unregistered the hooks, and has waited until no task runs
+ * code of this module.
+ */
 void tmem_targets_reset(void)
 {
 	nr_targets = 0;

@@ -146,7 +146,7 @@ void tmem_hook_drop_slab(void)
 	hook_enter(TMEM_HOOK_DROP_SLAB, ARGS(0));
 }
 
-/* Handles a task that is about to evict up to some dozen folios, and may sleep. */
+/* Handles a task that is about to evict up to a few dozen folios, and may sleep. */
 void tmem_hook_reclaim(void)
 {
 	void (*wrap)(void);
@@ -221,7 +221,7 @@ int tmem_hook_generic_fadvise(struct file *file, loff_t offset, loff_t len, int 
 
 /* --- called by the driver ------------------------------------------------------------------ */
 
-/* Removes all targets. No function is watched. */
+/* Removes all targets. The caller has stopped the hooks. */
 void tmem_targets_reset(void)
 {
 	nr_targets = 0;

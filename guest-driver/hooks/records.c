@@ -784,7 +784,7 @@ static struct tables *tables_new(void)
  * @renew makes sure that transfers that began before are not recorded, and their bytes not used.
  * Sleeps. One call at a time, and none with init or exit.
  */
-void tmem_records_follow_ram(void (*renew)(void))
+void tmem_records_fit_ram(void (*renew)(void))
 {
 	static unsigned int last_set_bits;
 	static unsigned long last_nr_hints;

@@ -17,7 +17,7 @@
 
 #define AUTOSIZE_PAGE_BYTES	4096
 /* A step is this part of the file pages in memory, and at most AUTOSIZE_STEP_BYTES_MAX. */
-#define AUTOSIZE_STEP_PART	256
+#define AUTOSIZE_STEP_DIVISOR	256
 #define AUTOSIZE_STEP_BYTES_MAX	(4ull << 20)
 #define AUTOSIZE_STEP_BYTES_MIN	(128ull << 10)
 /*
@@ -40,14 +40,14 @@
  * those that the disk read again are more than a smaller part.
  */
 #define AUTOSIZE_RECENT_S	60.0
-#define AUTOSIZE_BACK_PART	8
-#define AUTOSIZE_DISK_PART	100
+#define AUTOSIZE_BACK_DIVISOR	8
+#define AUTOSIZE_DISK_DIVISOR	100
 #define AUTOSIZE_BACK_PAGES_MIN	256
 /* The service pauses if more than this part of evicted file pages reaches no pool. */
-#define AUTOSIZE_UNKEPT_PART	8
+#define AUTOSIZE_UNKEPT_DIVISOR	8
 #define AUTOSIZE_UNKEPT_PAGES_MIN 1024
 /* At the floor, the service begins again when the file pages exceed the floor by this part. */
-#define AUTOSIZE_FLOOR_PART	8
+#define AUTOSIZE_FLOOR_DIVISOR	8
 /* Levels of back-off: halvings of the step. */
 #define AUTOSIZE_LEVEL_MAX	5
 
@@ -181,12 +181,12 @@ static inline enum autosize_why autosize_trouble(const struct autosize *law, uin
 {
 	if (stall_us > AUTOSIZE_STALL_PAUSE_US)
 		return AUTOSIZE_STALL;
-	if (law->disk > AUTOSIZE_BACK_PAGES_MIN && law->disk > law->own / AUTOSIZE_DISK_PART)
+	if (law->disk > AUTOSIZE_BACK_PAGES_MIN && law->disk > law->own / AUTOSIZE_DISK_DIVISOR)
 		return AUTOSIZE_DISK;
-	if (law->back > AUTOSIZE_BACK_PAGES_MIN && law->back > law->own / AUTOSIZE_BACK_PART)
+	if (law->back > AUTOSIZE_BACK_PAGES_MIN && law->back > law->own / AUTOSIZE_BACK_DIVISOR)
 		return AUTOSIZE_BACK;
 	if (law->evicted > AUTOSIZE_UNKEPT_PAGES_MIN &&
-	    law->evicted - law->kept > law->evicted / AUTOSIZE_UNKEPT_PART)
+	    law->evicted - law->kept > law->evicted / AUTOSIZE_UNKEPT_DIVISOR)
 		return AUTOSIZE_UNKEPT;
 	return AUTOSIZE_RETURNING;
 }
@@ -279,7 +279,7 @@ static inline uint64_t autosize_step(struct autosize *law, const struct autosize
 	if (stall_us > AUTOSIZE_STALL_WAIT_US)
 		return 0;
 	*why = AUTOSIZE_FLOOR;
-	floor = limits->floor_bytes + (law->at_floor ? limits->floor_bytes / AUTOSIZE_FLOOR_PART :
+	floor = limits->floor_bytes + (law->at_floor ? limits->floor_bytes / AUTOSIZE_FLOOR_DIVISOR :
 						       AUTOSIZE_STEP_BYTES_MIN);
 	law->at_floor = now->file_bytes <= floor;
 	if (law->at_floor)
@@ -291,7 +291,7 @@ static inline uint64_t autosize_step(struct autosize *law, const struct autosize
 		law->level--;
 		law->quiet_s = 0;
 	}
-	step = now->file_bytes / AUTOSIZE_STEP_PART;
+	step = now->file_bytes / AUTOSIZE_STEP_DIVISOR;
 	law->idle = now->now_s - law->busy_at_s >= limits->idle_s;
 	if (law->idle) {
 		step *= AUTOSIZE_IDLE_FACTOR;

@@ -330,7 +330,7 @@ static void put_file(const struct frame *request)
 	}
 	if (left && pwrite(fd, data, left, request->arg) != (ssize_t)left)
 		error = errno ? errno : EIO;
-	/* Files in /proc/sys keep their mode: EPERM. */
+	/* fchmod() of a file in /proc/sys fails with EPERM. Such a file needs no mode. */
 	if (fchmod(fd, mode) && errno != EPERM && !error)
 		error = errno;
 	if (close(fd) && !error)

@@ -45,8 +45,8 @@ from harness.storage import Export
 from harness.vm import MIB, TROUBLE
 from harness.wait import Deadline
 
-LAB = TESTS / "native-kernel"
-CONFIGS = (LAB / "native.config", LAB / "7.3.config")
+NATIVE_KERNEL = TESTS / "native-kernel"
+CONFIGS = (NATIVE_KERNEL / "native.config", NATIVE_KERNEL / "7.3.config")
 BINARIES_KEPT = 8  # number of built kernels that stay in the cache
 # Number of source trees with objects in the cache, of 1.5 GB each, for branches with other patches.
 TREES_KEPT = 4
@@ -87,7 +87,7 @@ def build() -> Path:
         return Path(name)
     base = cache_dir() / "kernel/native"
     base.mkdir(parents=True, exist_ok=True)
-    sources = [*patches(), *_lab_patches(), *CONFIGS]
+    sources = [*patches(), *_kernel_patches(), *CONFIGS]
     tree = base / digest_of(sources)
     linux = tree / f"linux-{digest_of(driver_sources())}"
     with open(base / "lock", "w") as lock:
@@ -98,8 +98,8 @@ def build() -> Path:
         return linux
 
 
-def _lab_patches() -> list[Path]:
-    return sorted((LAB / "patches" / SERIES).glob("*.patch"))
+def _kernel_patches() -> list[Path]:
+    return sorted((NATIVE_KERNEL / "patches" / SERIES).glob("*.patch"))
 
 
 def _build(base: Path, tree: Path, linux: Path) -> None:
@@ -118,7 +118,7 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
                 path.unlink()
         out.mkdir()
         run(APPLY, source)
-        for patch in _lab_patches():
+        for patch in _kernel_patches():
             run("patch", "-d", source, "-p1", "--fuzz=0", "--quiet", "-i", patch)
         (tree / "ready").touch()
     run(APPLY, "--driver-only", source)

@@ -87,7 +87,7 @@ def test_report_names_a_rival_that_uses_fewer_host_bytes() -> None:
     found = make_rivals_results(Native, {POOL: 20.0})
     assert [
         text.partition(" at ")[0]
-        for text in report.arms_with_fewer_bytes(report.comparisons(found))
+        for text in report.arms_with_fewer_bytes(report.comparisons_by_overlap(found))
     ] == ["more RAM for the guests"]
     assert {arm: value.value for arm, value, _ in report.rival_estimates(found)}[RAM] == 5
     assert report.winners(found)[0].startswith(

@@ -57,7 +57,7 @@ def test_each_part_has_a_gain_and_each_missed_target_a_cause() -> None:
     assert seeds_report.text(found)
 
 
-def test_page_names_the_experiments_that_were_not_measured() -> None:
+def test_report_names_the_experiments_that_were_not_measured() -> None:
     found = make_results({WITHOUT: 6.0, WITH: 2.0, MORE: 2.0})
     assert "were not measured" not in seeds_report.page(found)
     del found["parts"]["iozone_500"], found["parts"]["mariadb_rw"]
@@ -66,7 +66,7 @@ def test_page_names_the_experiments_that_were_not_measured() -> None:
     assert section.count("\n- ") == len(missing) == 7
 
 
-def test_rate_is_read_from_the_output_of_both_benchmarks() -> None:
+def test_rate_is_read_from_the_output_of_sysbench_and_pgbench() -> None:
     assert rate("    transactions:   600    (123.40 per sec.)\n") == 123.4
     assert rate("latency average = 1 ms\ntps = 45.6 (without initial connection time)\n") == 45.6
     with pytest.raises(HarnessError, match="no rate"):

@@ -123,7 +123,7 @@ def test_full_index_keeps_most_pages_of_a_large_file(
     assert pages > evicted, f"the evictor erased {evicted} pages and left {pages}"
 
 
-def test_former_pools_are_limited_while_the_host_does_not_answer(
+def test_number_of_pools_that_wait_for_their_destruction_is_bounded(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     daemon = start_daemon(session)

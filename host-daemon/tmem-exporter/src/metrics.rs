@@ -19,7 +19,7 @@ use tmem_control::statistics::{Export, Kind, Scope, Statistic};
 
 /// Divisor for the step to which figures are rounded. The step is the size of the pool divided by
 /// this number, but at least [`STEP_BYTES_MIN`].
-const STEP_PART: i64 = 64;
+const STEP_DIVISOR: i64 = 64;
 /// Smallest rounding step in bytes: the size of 256 pages, which no guest puts by chance.
 const STEP_BYTES_MIN: i64 = 1 << 20;
 
@@ -166,7 +166,7 @@ impl Scrape {
                 "UUID of the libvirt domain and trust domain of the VM; empty if it has none";
             scrape.info("tmem_vm_info", help, labels);
         }
-        let step_bytes = (reply.pool.size_bytes / STEP_PART).max(STEP_BYTES_MIN);
+        let step_bytes = (reply.pool.size_bytes / STEP_DIVISOR).max(STEP_BYTES_MIN);
         let figures = |figures: serde_json::Result<Value>| figures.unwrap_or_default();
         let daemon = figures(serde_json::to_value(&reply.daemon));
         scrape.add(Scope::Daemon, &daemon, &[], step_bytes);

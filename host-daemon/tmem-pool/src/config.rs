@@ -30,7 +30,7 @@ pub(crate) const RAW_PAGES_MAX: u32 = 2048;
 /// the tenant's entitlement in pages, divided by this constant, but at least RAW_PAGES_MIN and at
 /// most RAW_PAGES_MAX. So it depends on quotas only, not on the load of other tenants. Further raw
 /// pages must fit into the rest of the tenant's entitlement or into free memory of the pool.
-pub(crate) const RAW_PART: u64 = 16;
+pub(crate) const RAW_DIVISOR: u64 = 16;
 
 /// Largest number of entries that one step removes from a tenant's queue of raw pages because their
 /// pages are gone or finalized. The step holds the tenant's lock, and looking up an entry takes up
@@ -47,7 +47,7 @@ pub(crate) const FINALIZE_PAGES: usize = 8;
 /// this number. Gets retain pages only while the charge is at most the bound. Evicting a retained
 /// page may cost the guest a read of its disk, because the guest sends no copy of such a page. The
 /// margin makes room for the changes of the charge in a busy guest.
-pub(crate) const RETAIN_MARGIN_PART: u64 = 16;
+pub(crate) const RETAIN_MARGIN_DIVISOR: u64 = 16;
 
 /// Shift for the growth of the bound up to which a tenant's charge allows retained pages, which a
 /// get returned and left in the pool. Each page that a get does not retain because of the bound
@@ -60,7 +60,7 @@ pub(crate) const RETAIN_GROWTH_SHIFT: u32 = 16;
 /// eviction ends. The charge is then a quarter larger than at the last eviction, so the pool has room
 /// that it did not have at that time. The next eviction sets a bound again. Without this rule, the
 /// bound would reach a much larger charge after up to 65,536 pages.
-pub(crate) const RETAIN_GROWN_PART: u64 = 4;
+pub(crate) const RETAIN_GROWN_DIVISOR: u64 = 4;
 
 /// Number of pages that gets must not retain, for each page that the pool evicted, before the bound
 /// of the charge may rise again. A retained page more can fill the pool, which then evicts a 64th of
@@ -97,7 +97,7 @@ pub(crate) const STALE_SKIPS_MAX: usize = 256;
 /// Background work begins to evict pages when less memory than the low watermark is free, and stops
 /// when the high watermark is free. So a burst of puts finds free memory and does not have to evict
 /// pages itself.
-pub(crate) const RECLAIM_PART: u64 = 32;
+pub(crate) const RECLAIM_DIVISOR: u64 = 32;
 
 /// Upper bound in bytes of the high watermark, the free memory up to which background work evicts
 /// pages. It is the memory for the raw pages of 16 busy tenants.
@@ -106,13 +106,13 @@ pub(crate) const RECLAIM_BYTES_MAX: u64 = 16 * RAW_PAGES_MAX as u64 * PAGE_SIZE 
 /// Returns the high watermark of a pool of this size: the free memory in bytes up to which
 /// background work evicts pages.
 pub(crate) fn reclaim_high_bytes(size_bytes: u64) -> u64 {
-    (size_bytes / RECLAIM_PART).min(RECLAIM_BYTES_MAX)
+    (size_bytes / RECLAIM_DIVISOR).min(RECLAIM_BYTES_MAX)
 }
 
 /// Bytes of the pool that are reserved for the growth of indexes between two checks of the pool's
 /// size. They suffice for one chunk (32 KiB) for each kind of index record (leaves, runs of three
 /// sizes, nodes and objects), one for the ghost table, and TABLES_ROOM_BYTES. The share of
-/// INDEX_ROOM_PART is for rare growth: of the queue of raw pages, the estimator and the hash tables
+/// INDEX_ROOM_DIVISOR is for rare growth: of the queue of raw pages, the estimator and the hash tables
 /// of objects, and of the indexes of other tenants at the same time. A pool of less than 32 MiB can
 /// therefore exceed its size by some tens of KiB until the next eviction.
 pub(crate) const INDEX_ROOM_BYTES: u64 = ((7 * 32) << 10) + TABLES_ROOM_BYTES;
@@ -124,7 +124,7 @@ pub(crate) const TABLES_ROOM_BYTES: u64 = 8 << 10;
 
 /// Divisor for memory that is reserved for the growth of indexes: the pool's size divided by this
 /// number, in addition to INDEX_ROOM_BYTES.
-pub(crate) const INDEX_ROOM_PART: u64 = 256;
+pub(crate) const INDEX_ROOM_DIVISOR: u64 = 256;
 
 /// Memory in bytes that a tenant without pages takes: its record, its names and the tables of its
 /// objects.

@@ -9,7 +9,7 @@
 
 use crate::blob::Store;
 use crate::config::{
-    EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART, KEYS_PER_TENANT_MAX, PAGE_SIZE, Quota,
+    EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_DIVISOR, KEYS_PER_TENANT_MAX, PAGE_SIZE, Quota,
     TABLES_ROOM_BYTES, TENANT_METADATA_BYTES, TenantSpec, reclaim_high_bytes,
 };
 use crate::error::AdmissionError;
@@ -151,7 +151,7 @@ impl Engine {
     }
 
     fn index_room_bytes(&self) -> u64 {
-        INDEX_ROOM_BYTES + self.size_bytes.get() / INDEX_ROOM_PART
+        INDEX_ROOM_BYTES + self.size_bytes.get() / INDEX_ROOM_DIVISOR
     }
 
     /// Returns whether the pool uses more memory than its size. Frames without stored bytes do not

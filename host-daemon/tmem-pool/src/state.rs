@@ -12,7 +12,7 @@ use crate::blob::{Contents, Finalized};
 use crate::config::PolicyKind;
 use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
-    RETAIN_GROWN_PART, RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, RETAIN_PAY_PAGES,
+    RETAIN_GROWN_DIVISOR, RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_DIVISOR, RETAIN_PAY_PAGES,
     RETAIN_PAY_ROUNDS, STALE_SKIPS_MAX,
 };
 use crate::cost::{
@@ -41,7 +41,7 @@ pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 
 /// Largest length of a tenant's queue of raw pages, as a multiple of the number of raw pages that
 /// the tenant may have. The queue also has entries of pages that are no longer raw.
-const RAW_QUEUE_PART: u64 = 2;
+const RAW_QUEUE_DIVISOR: u64 = 2;
 
 /// Charge in bytes of a raw page, which is not compressed yet.
 pub(crate) const RAW_CHARGE_BYTES: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
@@ -526,7 +526,7 @@ impl State {
                 });
                 hits += 1;
             } else {
-                self.policy.missed(key_hash);
+                self.policy.record_miss(key_hash);
             }
             let proportional = self.policy.hits_are_proportional();
             self.estimator
@@ -554,7 +554,7 @@ impl State {
         if charged_bytes <= self.retain_max_bytes {
             return true;
         }
-        if charged_bytes - self.retain_max_bytes > charged_bytes / RETAIN_GROWN_PART {
+        if charged_bytes - self.retain_max_bytes > charged_bytes / RETAIN_GROWN_DIVISOR {
             self.retain_max_bytes = u64::MAX;
             self.retain_unpaid_pages = 0;
             return true;
@@ -683,7 +683,7 @@ impl State {
             self.counters.evictions_retained += retained;
             let charged_bytes = self.charged_bytes();
             if evicted > 0 {
-                self.retain_max_bytes = charged_bytes - charged_bytes / RETAIN_MARGIN_PART;
+                self.retain_max_bytes = charged_bytes - charged_bytes / RETAIN_MARGIN_DIVISOR;
             }
             let unpaid = self.retain_unpaid_pages + evicted as u64 * RETAIN_PAY_PAGES;
             self.retain_unpaid_pages =
@@ -799,7 +799,7 @@ impl State {
             let key = self.index.key_of(pool, object, index);
             let key_hash = self.index.key_hash(key);
             self.estimator.drop_page(key_hash);
-            self.policy.flushed(key_hash);
+            self.policy.record_flush(key_hash);
         }
     }
 
@@ -843,7 +843,7 @@ impl State {
     /// the number of raw pages for which the pool has free memory.
     pub(crate) fn raw_room(&self, spare_pages: u64) -> usize {
         let raw_max = self.raw_max(spare_pages);
-        let queue_room = (RAW_QUEUE_PART * raw_max).saturating_sub(self.raw.len() as u64);
+        let queue_room = (RAW_QUEUE_DIVISOR * raw_max).saturating_sub(self.raw.len() as u64);
         raw_max.saturating_sub(self.raw_pages()).min(queue_room) as usize
     }
 

@@ -6,7 +6,7 @@
 //! for other tenants, for example to evict pages.
 
 use crate::config::{
-    DomainId, PAGE_SIZE, PolicyKind, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, TenantSpec,
+    DomainId, PAGE_SIZE, PolicyKind, RAW_DIVISOR, RAW_PAGES_MAX, RAW_PAGES_MIN, TenantSpec,
 };
 use crate::index::{Chunks, Sharing};
 use crate::state::State;
@@ -129,7 +129,7 @@ impl TenantShared {
     /// always have, which follows from it.
     pub(crate) fn entitle(&self, bytes: u64) {
         self.entitled_bytes.set(bytes);
-        let raw = bytes / RAW_PART / PAGE_SIZE as u64;
+        let raw = bytes / RAW_DIVISOR / PAGE_SIZE as u64;
         let raw = raw.clamp(RAW_PAGES_MIN.into(), RAW_PAGES_MAX.into());
         let mut state = self.state();
         (state.raw_min, state.entitled_bytes) = (raw as u32, bytes);

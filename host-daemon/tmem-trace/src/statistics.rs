@@ -310,8 +310,8 @@ macro_rules! statistics {
                 /// time of REF requests, measured as `put_latency`
                 ref_latency("ns, requests", Exact "tmem_vm_request_duration_seconds{request=ref}");
                 /// wait of the VM's queues for a worker, from the moment when the worker sees their
-                /// work until the scheduling slice begins. A slice answers requests for up to some
-                /// hundred pages
+                /// work until the scheduling slice begins. A slice answers requests for up to a
+                /// few hundred pages
                 wait_latency("ns, slices", Exact "tmem_vm_slice_wait_seconds");
             }
             // Values of a VM that `tmemd` computes from others, or sets itself.

@@ -145,7 +145,12 @@ fn add_memory(results: &mut Results, args: &EngineArgs, corpus: &Corpus) -> Resu
         Target::None,
         Ok(Ratio::exact(held.vs_lz4_warm)),
     );
-    let (churned, half) = memory::churn(&corpus.pages, args.seed, args.turnovers(), progress)?;
+    let (churned, half) = memory::churn(
+        &corpus.pages,
+        args.seed,
+        args.replacements_per_blob(),
+        progress,
+    )?;
     results.add(
         "churn_efficiency",
         Target::AtLeast(0.94),

@@ -14,7 +14,7 @@ const BATCH: u64 = 16;
 const METADATA_BYTES: u64 = 512;
 
 /// Number of times that each put is measured, each time in another pool with the same requests. The
-/// shortest time counts, because the system interrupts one put in some thousands.
+/// shortest time counts, because the system interrupts one put in a few thousand.
 const REPEATS: usize = 3;
 
 /// Puts `objects` objects of one page. Returns the longest processor time of a put of 16 objects, in

@@ -111,7 +111,7 @@ impl EngineArgs {
 
     /// Returns how often the memory benchmark replaces each blob (stored contents of a page), on
     /// average, before it measures the pool's memory.
-    fn turnovers(&self) -> usize {
+    fn replacements_per_blob(&self) -> usize {
         if self.quick { 4 } else { 20 }
     }
 

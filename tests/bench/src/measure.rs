@@ -52,11 +52,11 @@ impl Samples {
 
     /// Returns the median time in nanoseconds per page.
     pub fn median(&self) -> f64 {
-        self.interval().value
+        self.median_with_interval().value
     }
 
     /// Returns the median of all rounds, with its bootstrap interval.
-    pub fn interval(&self) -> Ratio {
+    pub fn median_with_interval(&self) -> Ratio {
         Ratio::of(self.0.clone())
     }
 

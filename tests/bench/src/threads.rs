@@ -139,7 +139,7 @@ pub fn sweep(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Result<
         });
     }
     let scaling = engine.0[0].ratio_to(&lz4.0[0]);
-    let minutes = minutes.interval();
+    let minutes = minutes.median_with_interval();
     // A gain larger than that of lz4 is an error of measurement.
     let of_8 = |minutes: f64, scaling: f64| minutes / 8.0 / scaling.min(1.0).powi(3);
     Ok(Sweep {

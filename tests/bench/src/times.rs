@@ -24,7 +24,7 @@ pub const PAGES_MIN: usize = 8 * PAGES;
 
 /// Reciprocal of the share of batches that zram gets in a round. The share is small, because the
 /// benchmark compares only medians with zram.
-const ZRAM_PART: usize = 4;
+const ZRAM_DIVISOR: usize = 4;
 
 /// A test page that lz4 compresses: two copies of it, its compressed form and its hash.
 pub struct Sized {
@@ -137,7 +137,7 @@ pub fn run(
             measure_bare(times, &hash, pages, ours, compressed, &mut copies);
         }
         if let Some(zram) = &mut zram {
-            let some = &ours[..BATCHES / ZRAM_PART];
+            let some = &ours[..BATCHES / ZRAM_DIVISOR];
             measure_zram(times, zram, pages, some)?;
         }
     }

@@ -65,7 +65,7 @@ const FULL_LIMIT_BYTES: u64 = RAW_MIN as u64 * (PAGE_SIZE as u64 + PAGE_METADATA
 const RAW_MAX: usize = 2048;
 
 /// Reserve in bytes of the guest that measures: with it, RAW_MAX pages of the guest may be raw at a
-/// time, even in a full pool (RAW_PART in tmem-pool).
+/// time, even in a full pool (RAW_DIVISOR in tmem-pool).
 const RESERVE_BYTES: u64 = 128 << 20;
 
 /// Reserve in bytes of a neighbour: enough for one half of the pages.

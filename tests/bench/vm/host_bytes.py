@@ -66,7 +66,10 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def same_memory(one: int, other: int) -> bool:
-    """Returns whether two processes share their address space, as helpers of a native guest do."""
+    """Returns whether two processes share their address space.
+
+    The helper processes of a guest in user-mode Linux do.
+    """
     found = LIBC.syscall(SYS_KCMP, one, other, KCMP_VM, 0, 0)
     if found < 0 and ctypes.get_errno() != errno.ESRCH:
         raise HarnessError(f"kcmp: {os.strerror(ctypes.get_errno())}")

@@ -219,7 +219,7 @@ def workload_rows(found: dict[str, Any]) -> list[list[str]]:
 def rival_rows(found: dict[str, Any], suffix: str) -> list[list[str]]:
     """Returns the table of one phase of all arms: "" only reads, "_writes" has 20 % writes."""
     out = [["overlap", "arm", "host bytes, peak", "disk reads", "arm / ours", "time"]]
-    for overlap, part in comparisons(found).items():
+    for overlap, part in comparisons_by_overlap(found).items():
         out += [[overlap, *cells] for cells in arm_rows(part, suffix)]
     return out
 
@@ -243,7 +243,7 @@ def arm_rows(part: dict[str, Any], suffix: str = "") -> Iterator[list[str]]:
         ]
 
 
-def comparisons(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def comparisons_by_overlap(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the comparisons with rivals by the overlap of the guests' files."""
     parts = {f"{overlap:.0%}": _rival_part(found, overlap) for overlap in OVERLAPS}
     return {overlap: part for overlap, part in parts.items() if part}
@@ -305,7 +305,7 @@ def winners(found: dict[str, Any]) -> list[str]:
     """Returns a sentence for each overlap and phase that names the best arms."""
     names = {arm.key: arm.what for arm in ARMS}
     out = []
-    for overlap, part in comparisons(found).items():
+    for overlap, part in comparisons_by_overlap(found).items():
         for suffix, load_text in (("", "only reads"), ("_writes", "20 % writes")):
             best = {}
             for figure in ("disk_mib", "seconds"):
@@ -334,7 +334,7 @@ def text(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         if len(table) > 1:
             blocks.append(f"Equal host bytes, {title}\n{output.table(table)}")
     blocks += winners(found)
-    if less := arms_with_fewer_bytes(comparisons(found)):
+    if less := arms_with_fewer_bytes(comparisons_by_overlap(found)):
         blocks.append(f"Fewer host bytes than ours: {', '.join(less)}")
     if other:
         blocks.append(
@@ -554,7 +554,7 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         ),
         markdown(workload_rows(found)),
     ]
-    if compared := comparisons(found):
+    if compared := comparisons_by_overlap(found):
         parts += [
             "## Equal host bytes",
             wrap(

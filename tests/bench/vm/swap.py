@@ -169,7 +169,7 @@ class Guest:
         return f"{ANON} {round(size * RAM_BYTES / MIB)} {NOISE_PERCENT} {count} {seed}"
 
     def run_process(self, size: float, count: int, seed: int) -> Measured:
-        """Runs a process of this size and returns its figures."""
+        """Runs a process with `size` times RAM_BYTES, and returns its figures."""
         before = self.vm.guest.disk_stat(SLOW)
         text = self.vm.guest.sh(self.command(size, count, seed), SECONDS)
         disk_part = self.vm.guest.disk_stat(SLOW) - before
@@ -180,7 +180,10 @@ class Guest:
         }
 
     def start_process(self, size: float) -> Job:
-        """Starts a process of this size; returns when all of its memory has been written."""
+        """Starts a process with `size` times RAM_BYTES, which holds its memory until it is killed.
+
+        Returns when the process has written all of its memory.
+        """
         job = self.vm.guest.start(f"exec {self.command(size, FEW, 1)} hold", SECONDS)
         while b"fault" not in job.stdout():
             if job.done():

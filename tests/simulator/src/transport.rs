@@ -94,9 +94,9 @@ impl Layout {
 pub enum Tag {
     /// The put request with this number, of [`PUTS`] for each queue.
     Put(usize),
-    /// The only flush request of a queue.
+    /// Buffer of a queue's flush request. A queue has one.
     Flush,
-    /// The only REF request of a queue.
+    /// Buffer of a queue's REF request. A queue has one.
     Ref,
     /// The get request with this number, of [`GETS`] for all queues.
     Get(usize),

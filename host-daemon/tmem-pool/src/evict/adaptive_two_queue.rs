@@ -57,9 +57,9 @@ const WEIGHT_MAX: f64 = 16.0;
 /// Speed at which the weight adapts to wrong evictions. An eviction is wrong if the guest puts the
 /// page again soon. The weight changes by the factor e (2.72) after a number of wrong evictions in
 /// one queue: the number of the tenant's pages, divided by this constant.
-const STEP_PART: f64 = 16.0;
+const STEP_DIVISOR: f64 = 16.0;
 
-/// Lower bound of the number of pages by which STEP_PART is divided: a tenant with fewer pages
+/// Lower bound of the number of pages by which STEP_DIVISOR is divided: a tenant with fewer pages
 /// adapts as if it had this many. One wrong eviction therefore changes the weight (the factor for
 /// ages in the small queue) by a quarter at most.
 const STEP_PAGES_MIN: u32 = 64;
@@ -72,7 +72,7 @@ const TICKS: u32 = 256;
 
 /// Part of the pages that the order by hash evicts next, as a divisor: pages that are read once, and
 /// pages whose hash is above the bound. While they are fewer, the bound falls.
-const PASSING_PART: u32 = 64;
+const PASSING_DIVISOR: u32 = 64;
 
 /// Step by which an eviction changes the bound of the hashes, as a multiple of one page's part of
 /// all hashes.
@@ -218,7 +218,7 @@ impl AdaptiveTwoQueue {
     }
 
     fn learn(&mut self, past: Past) {
-        let step = STEP_PART / self.len().max(STEP_PAGES_MIN) as f64;
+        let step = STEP_DIVISOR / self.len().max(STEP_PAGES_MIN) as f64;
         let weight = match past {
             Past::Got => return,
             Past::Small => self.weight * (1.0 - step),
@@ -276,7 +276,7 @@ impl AdaptiveTwoQueue {
         let group = self.group(sampled);
         let (passing, len) = (group.small.len(), group.len());
         let step = BOUND_STEP / len.max(BOUND_PAGES_MIN) as f64;
-        let falls = passing.saturating_mul(PASSING_PART) <= len;
+        let falls = passing.saturating_mul(PASSING_DIVISOR) <= len;
         group.bound = (group.bound + if falls { -step } else { step }).clamp(0.0, 1.0);
         // Without this look at the main queue, its pages would stay for ever if the small queue never
         // became short.
@@ -319,7 +319,7 @@ impl Policy for AdaptiveTwoQueue {
         let hash = self.ranks.hash(key_hash);
         let sampled = is_sampled(hash, self.duel.sample_shift());
         let (before, len) = (self.duel.order(), self.len());
-        self.duel.put(hash, sampled, len);
+        self.duel.record_put(hash, sampled, len);
         if self.duel.order() != before {
             // The bound of the sample has adapted already.
             self.others.bound = self.sample.bound;
@@ -350,13 +350,13 @@ impl Policy for AdaptiveTwoQueue {
         match leave {
             Leave::Got => {
                 match sampled {
-                    true => self.duel.got_sampled(self.ranks.hash(key_hash)),
-                    false => self.duel.got_other(),
+                    true => self.duel.record_sampled_hit(self.ranks.hash(key_hash)),
+                    false => self.duel.record_other_hit(),
                 }
                 self.ghost.add(key_hash, Past::Got);
             }
             Leave::Evicted => {
-                self.duel.evicted();
+                self.duel.record_eviction();
                 let past = if main { Past::Main } else { Past::Small };
                 self.ghost.add(key_hash, past);
             }
@@ -365,17 +365,17 @@ impl Policy for AdaptiveTwoQueue {
         self.ghost.fit(self.len());
     }
 
-    fn missed(&mut self, key_hash: u64) {
+    fn record_miss(&mut self, key_hash: u64) {
         let hash = self.ranks.hash(key_hash);
         if is_sampled(hash, self.duel.sample_shift()) {
-            self.duel.missed_sampled(hash);
+            self.duel.record_sampled_miss(hash);
         }
     }
 
-    fn flushed(&mut self, key_hash: u64) {
+    fn record_flush(&mut self, key_hash: u64) {
         let hash = self.ranks.hash(key_hash);
         if is_sampled(hash, self.duel.sample_shift()) {
-            self.duel.flushed_sampled(hash);
+            self.duel.record_sampled_flush(hash);
         }
     }
 
@@ -385,8 +385,8 @@ impl Policy for AdaptiveTwoQueue {
 
     fn victim(&mut self, index: &mut Index, references: References<'_>) -> Option<Id> {
         let (sample, others) = (self.sample.len(), self.others.len());
-        let sampled =
-            others == 0 || sample as f64 > self.duel.sample_part() * (sample + others) as f64;
+        let sampled = others == 0
+            || sample as f64 > self.duel.sample_fraction_max() * (sample + others) as f64;
         match self.order(sampled) {
             Order::Age => self.victim_by_age(&index.entries, sampled),
             Order::Hash => self.victim_by_hash(index, sampled, references),

@@ -43,7 +43,7 @@ const LEAD_OF_AGE: f64 = 0.01;
 
 /// Number of put pages of the sample after which the duel decides, as a part of the pages that the
 /// sample has. With 1, the duel followed changes of the load too slowly.
-const DECIDE_PART: f64 = 0.25;
+const DECIDE_FRACTION: f64 = 0.25;
 
 /// Smallest number of put pages of the sample after which the duel decides.
 const DECIDE_PUTS_MIN: f64 = 16.0;
@@ -51,11 +51,11 @@ const DECIDE_PUTS_MIN: f64 = 16.0;
 /// Part of their values that counters keep at each decision. With a quarter of the sample put between
 /// decisions, the counters represent about as many put pages as the sample has. With 0.6, chance
 /// decided too often.
-const KEPT_PART: f64 = 0.7;
+const KEPT_FRACTION: f64 = 0.7;
 
 /// Part of the tenant's pages that must be put in the order by age before the duel leaves it.
 /// Before that, the counters have too few hits of this order.
-const AGE_PUTS_PART: f64 = 0.5;
+const AGE_PUTS_FRACTION: f64 = 0.5;
 
 /// Largest number of decisions for which the duel stays in the order by age after a change to it.
 /// The tenant puts 32 times as many pages as it has in this time. If a change in vain costs
@@ -142,7 +142,7 @@ impl Duel {
     }
 
     /// Returns the part of the tenant's pages that the sample may have.
-    pub(super) fn sample_part(&self) -> f64 {
+    pub(super) fn sample_fraction_max(&self) -> f64 {
         match self.order {
             Order::Age => self.share() * SAMPLE_PART_BESIDE_AGE,
             Order::Hash => self.share(),
@@ -150,7 +150,7 @@ impl Duel {
     }
 
     /// Counts a put of a page. `len` is the number of the tenant's pages.
-    pub(super) fn put(&mut self, hash: u64, sampled: bool, len: u32) {
+    pub(super) fn record_put(&mut self, hash: u64, sampled: bool, len: u32) {
         self.len = len;
         // The sample may become too small to decide again.
         if self.order == Order::Hash && len < HASH_PAGES_MIN / 2 {
@@ -173,7 +173,8 @@ impl Duel {
             self.lru.put(hash, lru_pages);
         }
         self.sample_puts_since += 1.0;
-        if self.sample_puts_since >= (len as f64 * self.share() * DECIDE_PART).max(DECIDE_PUTS_MIN)
+        if self.sample_puts_since
+            >= (len as f64 * self.share() * DECIDE_FRACTION).max(DECIDE_PUTS_MIN)
         {
             self.decide();
             (self.sample_puts_since, self.puts_since) = (0.0, 0.0);
@@ -181,28 +182,28 @@ impl Duel {
     }
 
     /// Counts a get that returns a page of the sample.
-    pub(super) fn got_sampled(&mut self, hash: u64) {
+    pub(super) fn record_sampled_hit(&mut self, hash: u64) {
         self.sample_hits += 1.0;
-        self.missed_sampled(hash);
+        self.lru_hits += if self.lru.take(hash) { 1.0 } else { 0.0 };
     }
 
     /// Counts a get that returns a page outside the sample.
-    pub(super) fn got_other(&mut self) {
+    pub(super) fn record_other_hit(&mut self) {
         self.age_hits += if self.order == Order::Age { 1.0 } else { 0.0 };
     }
 
     /// Counts a get of a page of the sample that the tenant does not have.
-    pub(super) fn missed_sampled(&mut self, hash: u64) {
+    pub(super) fn record_sampled_miss(&mut self, hash: u64) {
         self.lru_hits += if self.lru.take(hash) { 1.0 } else { 0.0 };
     }
 
     /// Forgets a key of the sample whose page the guest will not request, because it has flushed it.
-    pub(super) fn flushed_sampled(&mut self, hash: u64) {
+    pub(super) fn record_sampled_flush(&mut self, hash: u64) {
         self.lru.take(hash);
     }
 
     /// Counts an eviction. The duel begins with the first one, with empty counters.
-    pub(super) fn evicted(&mut self) {
+    pub(super) fn record_eviction(&mut self) {
         if !self.evicts {
             *self = Duel {
                 evicts: true,
@@ -221,7 +222,7 @@ impl Duel {
         match self.order {
             Order::Age => {
                 let by_age = self.age_hits / self.age_puts.max(1.0);
-                let known = self.age_puts >= AGE_PUTS_PART * self.len as f64;
+                let known = self.age_puts >= AGE_PUTS_FRACTION * self.len as f64;
                 // With few samples, a small lead is chance.
                 let lead = self.sample_puts.sqrt().recip().max(LEAD_OF_HASH);
                 let large = self.len >= HASH_PAGES_MIN;
@@ -249,7 +250,7 @@ impl Duel {
             &mut self.age_puts,
             &mut self.age_hits,
         ] {
-            *counter *= KEPT_PART;
+            *counter *= KEPT_FRACTION;
         }
     }
 
@@ -269,10 +270,10 @@ mod tests {
     fn counters_are_exact_in_a_large_tenant() {
         const PUTS: u32 = (1 << 24) + 100;
         let mut duel = Duel::default();
-        duel.evicted();
+        duel.record_eviction();
         for _ in 0..PUTS {
-            duel.put(1, false, 1 << 26);
-            duel.got_other();
+            duel.record_put(1, false, 1 << 26);
+            duel.record_other_hit();
         }
         assert_eq!(duel.share_of_puts, f64::from(PUTS));
         assert_eq!(duel.age_puts, f64::from(PUTS));
@@ -282,13 +283,13 @@ mod tests {
     #[test]
     fn flushed_pages_are_no_hits_of_lru() {
         let mut duel = Duel::default();
-        duel.evicted();
+        duel.record_eviction();
         for hash in [1 << 32, 2 << 32] {
-            duel.put(hash, true, 1 << 12);
+            duel.record_put(hash, true, 1 << 12);
         }
-        duel.flushed_sampled(1 << 32);
+        duel.record_sampled_flush(1 << 32);
         for hash in [1 << 32, 2 << 32] {
-            duel.missed_sampled(hash);
+            duel.record_sampled_miss(hash);
         }
         assert_eq!(duel.lru_hits, 1.0);
     }
@@ -296,9 +297,9 @@ mod tests {
     /// Lets the duel decide `decisions` times. The sample has all its pages, and the others have none.
     fn favour_hash(duel: &mut Duel, decisions: u32) {
         for nth in 0..decisions * (1 << 10) {
-            duel.put(nth.into(), nth % 32 == 0, 1 << 12);
+            duel.record_put(nth.into(), nth % 32 == 0, 1 << 12);
             if nth % 32 == 0 {
-                duel.got_sampled(u64::MAX);
+                duel.record_sampled_hit(u64::MAX);
             }
         }
     }
@@ -307,9 +308,9 @@ mod tests {
     /// itself has none.
     fn favour_age(duel: &mut Duel, decisions: u32) {
         for nth in 0..u64::from(decisions * (1 << 10)) {
-            duel.put(nth << 32, nth % 32 == 0, 1 << 12);
+            duel.record_put(nth << 32, nth % 32 == 0, 1 << 12);
             if nth % 32 == 0 {
-                duel.missed_sampled(nth << 32);
+                duel.record_sampled_miss(nth << 32);
             }
         }
     }
@@ -336,7 +337,7 @@ mod tests {
     #[test]
     fn waits_get_longer_until_the_order_by_hash_has_gained_more_than_changes_cost() {
         let mut duel = Duel::default();
-        duel.evicted();
+        duel.record_eviction();
         favour_hash(&mut duel, 10);
         let waits: Vec<u32> = (0..10).map(|_| wait_after(&mut duel, 0)).collect();
         assert!(waits.is_sorted(), "{waits:?}");

@@ -80,7 +80,7 @@ impl Ghost {
 
     fn split(&mut self) {
         if self.buckets.len() == 0 {
-            self.buckets.begin();
+            self.buckets.create_first_buckets();
             return;
         }
         let bucket = self.buckets[parent(self.buckets.len())];

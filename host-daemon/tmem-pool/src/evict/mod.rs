@@ -73,10 +73,10 @@ pub(crate) trait Policy: Send + std::fmt::Debug {
     fn remove(&mut self, entries: &mut Entries, id: Id, leave: Leave, key_hash: u64);
 
     /// Notes a get of a page that the tenant does not have.
-    fn missed(&mut self, _key_hash: u64) {}
+    fn record_miss(&mut self, _key_hash: u64) {}
 
     /// Notes that the guest flushed a page, which the tenant need not have.
-    fn flushed(&mut self, _key_hash: u64) {}
+    fn record_flush(&mut self, _key_hash: u64) {}
 
     /// Prefetches the memory that [`insert`](Self::insert) and [`remove`](Self::remove) read for a
     /// key.

@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 /// 1.6 % of these frames are left unused. The one partly used span that each class needs does not
 /// count, because compaction cannot free it. In a small pool such spans are a large part of the
 /// memory.
-const SPARSE_PART: u64 = 64;
+const SPARSE_DIVISOR: u64 = 64;
 
 /// Largest number of spans of a class that one step of compaction tries in vain. A try is in vain
 /// if readers keep all used slots of the span in place.
@@ -49,7 +49,7 @@ impl<X: Zeroed> Heap<X> {
 
     /// Returns whether compaction could free so much unused memory that it is worth its work.
     pub(crate) fn is_sparse(&self) -> bool {
-        self.spare_frames() > self.busy_bytes() / FRAME_BYTES as u64 / SPARSE_PART
+        self.spare_frames() > self.busy_bytes() / FRAME_BYTES as u64 / SPARSE_DIVISOR
     }
 
     /// Returns whether compaction could empty at least one span.

@@ -10,7 +10,7 @@ use super::area::{BARE, IDLE};
 use super::class::{Class, SPAN_FRAMES_MAX};
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{HEAP, Heap};
-use crate::config::RAW_PART;
+use crate::config::RAW_DIVISOR;
 use crate::fail;
 use crate::poison;
 use std::sync::atomic::Ordering::Relaxed;
@@ -24,7 +24,7 @@ const IDLE_FRAMES_MIN: u64 = 4096;
 /// that are not returned to the system. It is as large as the number of raw pages that all tenants
 /// may have whatever their charges are, because raw pages come and go.
 pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
-    (size_bytes / RAW_PART / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN)
+    (size_bytes / RAW_DIVISOR / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN)
 }
 
 /// Largest number of spans whose frames go back to the system in one batch. Adjacent spans of a

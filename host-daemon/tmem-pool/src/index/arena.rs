@@ -347,7 +347,7 @@ impl<T: ArenaRecord> Arena<T> {
         block.next = std::mem::replace(&mut self.bare, nr as u32);
     }
 
-    /// Releases the memory of all blocks. No record is in use.
+    /// Releases the memory of all blocks. The caller has released all records.
     pub(crate) fn clear(&mut self) {
         for nr in 0..self.blocks.len() {
             self.lay_bare(nr);

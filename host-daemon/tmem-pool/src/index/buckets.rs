@@ -82,7 +82,7 @@ impl<T: Copy + Default + Zeroed> Buckets<T> {
 
     /// Creates the first `BUCKETS_MIN` buckets of a table without buckets, all empty. If the
     /// allocation fails, the table stays without buckets.
-    pub(crate) fn begin(&mut self) {
+    pub(crate) fn create_first_buckets(&mut self) {
         if !fail::memory() && self.first.try_reserve_exact(BUCKETS_MIN).is_ok() {
             self.first.resize(BUCKETS_MIN, T::default());
             self.len = BUCKETS_MIN;

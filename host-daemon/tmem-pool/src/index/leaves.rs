@@ -207,7 +207,7 @@ impl Runs {
         self.ones.len() + self.fours.len() + self.sixteens.len()
     }
 
-    /// Releases all memory. No run is in use.
+    /// Releases all memory. The caller has released all runs.
     fn clear(&mut self) {
         debug_assert_eq!(
             self.len(),

@@ -64,9 +64,9 @@ impl ObjectMap {
     }
 
     /// Prepares the table for one more object. Returns false if the table has no memory at all.
-    pub(super) fn begin(&mut self) -> bool {
+    pub(super) fn create_first_buckets(&mut self) -> bool {
         if self.first.len() == 0 {
-            self.first.begin();
+            self.first.create_first_buckets();
         }
         self.first.len() > 0
     }
@@ -208,7 +208,7 @@ mod tests {
             };
             let hash = hash_of(&object);
             let id = self.objects.insert(object).unwrap();
-            assert!(self.map.begin());
+            assert!(self.map.create_first_buckets());
             self.map.insert(&mut self.objects, hash, id, hash_of);
             self.ids.push(id);
         }
@@ -289,7 +289,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "adds 20,000 objects")]
     fn an_object_map_that_cannot_grow_keeps_its_objects() {
         let mut model = Model::new();
-        model.map.begin();
+        model.map.create_first_buckets();
         // All chunks of index memory are taken, so that no bucket can be added.
         let chunks = Arc::new(Chunks::reserve(0).unwrap());
         while chunks.take().is_some() {}
@@ -299,7 +299,7 @@ mod tests {
         model.check();
         (0..1000).for_each(|_| model.remove_last());
         fail::one_in(1, 1);
-        let begun = model.map.begin();
+        let begun = model.map.create_first_buckets();
         fail::one_in(0, 1);
         assert!(!begun, "the map began without memory");
     }

@@ -294,7 +294,7 @@ impl Index {
 
     fn new_object(&mut self, pool: PoolRef, nr: u64) -> Result<Id, Full> {
         let hash = Index::hash(self.seed, pool.id, nr);
-        if !self.map.begin() {
+        if !self.map.create_first_buckets() {
             return Err(Full);
         }
         let id = self.objects.insert(Object {

@@ -6,8 +6,8 @@ use super::{
     partly_noise, put, put_raw,
 };
 use crate::config::{
-    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, RECLAIM_PART,
-    STALE_RAW_MAX, SWEEP_NS, reclaim_high_bytes,
+    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_DIVISOR, RAW_PAGES_MAX, RAW_PAGES_MIN,
+    RECLAIM_DIVISOR, STALE_RAW_MAX, SWEEP_NS, reclaim_high_bytes,
 };
 use crate::evict::unshared;
 use crate::state::Reason;
@@ -151,7 +151,7 @@ fn a_burst_of_raw_pages_fills_the_entitlement_of_each_tenant() {
     let tenants = ["a", "b", "c", "d"].map(|name| add(&engine, name, None, fixed(ENTITLED)));
     let expected = ENTITLED / NOISE_CHARGE;
     assert!(
-        expected > 3 * ENTITLED / RAW_PART / PAGE_SIZE as u64,
+        expected > 3 * ENTITLED / RAW_DIVISOR / PAGE_SIZE as u64,
         "the test is too weak: {expected} pages are few"
     );
     for tenant in &tenants {
@@ -552,7 +552,7 @@ fn background_work_frees_memory_before_puts_need_it() {
         maintain_all(&engine);
         let before = tenant.stats().evictions;
         // Number of pages that take three quarters of the memory that is free at the low watermark.
-        let burst = SIZE / RECLAIM_PART / 2 / PAGE_SIZE as u64 * 3 / 4;
+        let burst = SIZE / RECLAIM_DIVISOR / 2 / PAGE_SIZE as u64 * 3 / 4;
         object += 1;
         for index in 0..burst {
             let page = noise(object << 32 | index);
@@ -732,7 +732,7 @@ fn background_work_evicts_no_page_of_a_tenant_within_its_entitlement() {
     maintain_all(&engine);
     let free_bytes = SIZE - engine.used_bytes();
     assert!(
-        free_bytes >= SIZE / RECLAIM_PART / 2,
+        free_bytes >= SIZE / RECLAIM_DIVISOR / 2,
         "only {free_bytes} B are free after the background work"
     );
     assert_eq!((modest.stats().pages, modest.stats().evictions), (200, 0));

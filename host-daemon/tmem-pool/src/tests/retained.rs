@@ -570,7 +570,7 @@ fn reads_of(order: Order, set: u64, seed: u64) -> impl FnMut() -> u64 {
 /// more pages change the history from which the policy learns. In 8 runs of each case, a run with
 /// retained pages had between 12 fewer disk reads and 9 more, in 2,400 to 4,500 reads. The sum over
 /// all cases and runs was 52 more disk reads in 500,000.
-const HISTORY_PART: u64 = 256;
+const HISTORY_DIVISOR: u64 = 256;
 
 /// Simulates a guest that reads a working set in a loop or at random. With retained pages, the
 /// guest must not read its disk more often than without them, whatever the size of the pool. When
@@ -605,7 +605,7 @@ fn retaining_pages_does_not_increase_disk_reads() {
                 let tries = with.misses / RETAIN_PAY_PAGES + 2 * step;
                 let other_history = match order {
                     Order::Cyclic => 0,
-                    Order::Hot | Order::Zipf => with.misses / HISTORY_PART,
+                    Order::Hot | Order::Zipf => with.misses / HISTORY_DIVISOR,
                 };
                 let allowed = tries + other_history;
                 assert!(

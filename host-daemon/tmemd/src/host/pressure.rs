@@ -43,7 +43,7 @@ const BURST_BYTES: u64 = 8 << 30;
 
 /// Divisor of [`STALL_WINDOW`]. The host counts as short of memory if some task waited for memory
 /// during a tenth of the window.
-const STALL_PART: u32 = 10;
+const STALL_DIVISOR: u32 = 10;
 
 /// Time window in which waits for memory are summed. A PSI window that is a multiple of two seconds
 /// needs no privilege (Documentation/accounting/psi.rst).
@@ -53,7 +53,7 @@ const STALL_WINDOW: Duration = Duration::from_secs(2);
 /// host memory is missing. The limit keeps a reading that is out of date, for example after a
 /// burst, from emptying the pool. After eight steps, a third of the memory is left. During a burst,
 /// a step may free more: [`BURST_STEPS`] times the amount that the burst takes.
-const SHRINK_PART: u64 = 8;
+const SHRINK_DIVISOR: u64 = 8;
 
 /// Number of periods of a burst whose memory one step may free: the period that has just ended, and
 /// the next one.
@@ -62,7 +62,7 @@ const BURST_STEPS: u64 = 2;
 /// Divisor of the memory that the pool holds: one step frees a 16th of that memory when tasks wait
 /// although `host_free_min` is available. These tasks may wait because of a limit of their own,
 /// which a smaller pool does not change.
-const STALL_SHRINK_PART: u64 = 16;
+const STALL_SHRINK_DIVISOR: u64 = 16;
 
 /// Multiple of `host_free_min`: waits for memory count only while less than this is left. By
 /// default, `host_free_min` is at most a 32nd of the host's memory, so on a host with 2 GiB or more
@@ -80,7 +80,7 @@ const SHRINK_BYTES_MIN: u64 = 4 << 20;
 
 /// Divisor of `host_free_min`: the pool grows only while the host has a quarter more than this
 /// minimum available. Otherwise the host would be short of memory again after the growth.
-const MARGIN_PART: u64 = 4;
+const MARGIN_DIVISOR: u64 = 4;
 
 /// Time without a shortage of memory after which the pool may grow. It is longer than the window in
 /// which waits are summed. It is also longer than a sweep of the kernel through its page lists, and
@@ -89,7 +89,7 @@ const CALM: Duration = Duration::from_secs(15);
 
 /// Divisor of the pool's configured size: one step grows the pool by a 64th of that size. The pool
 /// therefore grows from nothing to its configured size in about two minutes.
-const GROW_PART: u64 = 64;
+const GROW_DIVISOR: u64 = 64;
 
 /// Time between two steps in which the pool grows.
 const GROW_PERIOD: Duration = Duration::from_secs(2);
@@ -109,7 +109,7 @@ const ROOM_POLL: Duration = Duration::from_millis(5);
 struct Readings {
     /// Memory that is left on the host and in the daemon's control group.
     available: Available,
-    /// Whether tasks of the host wait long for memory, see [`STALL_PART`].
+    /// Whether tasks of the host wait long for memory, see [`STALL_DIVISOR`].
     stalled: bool,
 }
 
@@ -256,16 +256,16 @@ impl Governor {
         let missing_bytes =
             wanted_bytes.saturating_sub(available_bytes.saturating_add(released_bytes));
         let (size_bytes, reason) = if missing_bytes > 0 {
-            let part_bytes = (held_bytes.min(self.size_bytes) / SHRINK_PART)
+            let part_bytes = (held_bytes.min(self.size_bytes) / SHRINK_DIVISOR)
                 .max(self.burst_bytes.saturating_mul(BURST_STEPS));
             let size_bytes = self.shrunk(held_bytes, missing_bytes, part_bytes, 0);
             (size_bytes, Reason::HostShort)
         } else if self.is_stalled(readings) {
-            let part_bytes = held_bytes.min(self.size_bytes) / STALL_SHRINK_PART;
+            let part_bytes = held_bytes.min(self.size_bytes) / STALL_SHRINK_DIVISOR;
             let size_bytes = self.shrunk(held_bytes, u64::MAX, part_bytes, reserved_bytes());
             (size_bytes, Reason::Stalls)
         } else {
-            (self.grow(now, available_bytes), Reason::Calm)
+            (self.grown_size(now, available_bytes), Reason::Calm)
         };
         (size_bytes != self.size_bytes).then(|| {
             self.size_bytes = size_bytes;
@@ -315,19 +315,21 @@ impl Governor {
         })
     }
 
-    fn grow(&mut self, now: Instant, available_bytes: u64) -> u64 {
+    /// Returns the pool's size in bytes after a step of growth, or the present size if the host was
+    /// not calm for long enough.
+    fn grown_size(&mut self, now: Instant, available_bytes: u64) -> u64 {
         let calm_since = *self.calm_since.get_or_insert(now);
         // The pool does not grow into memory that a burst will take before the pool grows again.
         let burst_bytes = self.burst_bytes.saturating_mul(GROW_READINGS);
-        let wanted_bytes =
-            (self.free_min_bytes + self.free_min_bytes / MARGIN_PART).saturating_add(burst_bytes);
+        let wanted_bytes = (self.free_min_bytes + self.free_min_bytes / MARGIN_DIVISOR)
+            .saturating_add(burst_bytes);
         let spare_bytes = available_bytes.saturating_sub(wanted_bytes);
         let too_soon = self.grown.is_some_and(|grown| now - grown < GROW_PERIOD);
         if now - calm_since < CALM || too_soon || self.size_bytes == self.configured_bytes {
             return self.size_bytes;
         }
         self.grown = Some(now);
-        let step_bytes = (self.configured_bytes / GROW_PART).max(SHRINK_BYTES_MIN);
+        let step_bytes = (self.configured_bytes / GROW_DIVISOR).max(SHRINK_BYTES_MIN);
         (self.size_bytes + step_bytes.min(spare_bytes)).min(self.configured_bytes)
     }
 }
@@ -350,7 +352,10 @@ fn stall_us(pressure: &str) -> Option<u64> {
 fn trigger(path: &Path) -> Option<File> {
     let mut file = OpenOptions::new().read(true).write(true).open(path).ok()?;
     let window_us = STALL_WINDOW.as_micros();
-    let text = format!("some {} {window_us}\0", window_us / u128::from(STALL_PART));
+    let text = format!(
+        "some {} {window_us}\0",
+        window_us / u128::from(STALL_DIVISOR)
+    );
     match file.write_all(text.as_bytes()) {
         Ok(()) => Some(file),
         Err(error) => {
@@ -380,7 +385,7 @@ impl Stalls {
         };
         let (begin_us, begin) = *self.begin.get_or_insert((total_us, now));
         let stalled_us = u128::from(total_us.saturating_sub(begin_us));
-        let stalled = stalled_us >= STALL_WINDOW.as_micros() / u128::from(STALL_PART);
+        let stalled = stalled_us >= STALL_WINDOW.as_micros() / u128::from(STALL_DIVISOR);
         if stalled || now - begin >= STALL_WINDOW {
             self.begin = Some((total_us, now));
         }

@@ -50,7 +50,9 @@ impl TestHost {
         let (now, size, reserved) = (self.now, self.size, self.reserved);
         if let Some(change) = self.governor.step(now, readings, size, || reserved) {
             let size = change.size_bytes;
-            assert!(size.abs_diff(self.size) <= (self.size / SHRINK_PART).max(FULL / GROW_PART));
+            assert!(
+                size.abs_diff(self.size) <= (self.size / SHRINK_DIVISOR).max(FULL / GROW_DIVISOR)
+            );
             self.size = size;
         }
         self.size
@@ -208,7 +210,7 @@ fn only_a_burst_lifts_the_limit_of_a_step() {
         GIB - governor.size_bytes.min(GIB)
     };
     // One drop, and memory that was missing already at the first reading.
-    assert_eq!(step([5 * GIB, 5 * GIB, 0]), GIB / SHRINK_PART);
+    assert_eq!(step([5 * GIB, 5 * GIB, 0]), GIB / SHRINK_DIVISOR);
     // A burst of 600 MiB in each period: what is missing now and will be missing at the next
     // reading.
     let per_period = 600 << 20;
@@ -364,7 +366,7 @@ fn memory_stalls_shrink_the_pool_only_until_enough_memory_is_available() {
     let mut host = TestHost::new(FULL + 2 * FREE_MIN);
     let size = host.stall();
     assert!(
-        host.available() >= enough && host.available() < enough + FULL / STALL_SHRINK_PART,
+        host.available() >= enough && host.available() < enough + FULL / STALL_SHRINK_DIVISOR,
         "the pool released memory until {} bytes are available, expected {enough}",
         host.available()
     );
@@ -482,7 +484,7 @@ fn both_reasons_of_a_smaller_pool_are_reported_apart() {
 }
 
 #[test]
-fn shrinking_takes_unused_pool_memory_first() {
+fn shrinking_subtracts_from_held_memory_and_not_from_the_pool_size() {
     let mut governor = Governor::new(FREE_MIN, FULL);
     let readings = |host_bytes| Readings {
         available: Available {

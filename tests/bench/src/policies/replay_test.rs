@@ -51,7 +51,7 @@ const LOSS_ERROR_MEAN_MAX: f64 = 14.0;
 const LATE_LOSS_ERROR_MEAN_MAX: f64 = 11.0;
 /// Largest share of estimates whose error exceeds the usual bounds. The measured share is less than 5
 /// in 100 with 6 seeds, and somewhat more with fewer seeds.
-const UNUSUAL_PART: f64 = 0.07;
+const UNUSUAL_FRACTION: f64 = 0.07;
 
 fn seeds() -> std::ops::RangeInclusive<u64> {
     let count = std::env::var("TMEM_SEEDS")
@@ -361,10 +361,10 @@ fn estimates_of_hits_gained_and_lost_are_within_bounds() {
         part(&late_losses, &|error| -error > LOSS_UNDER_USUAL)
     );
     assert!(gains.over() <= GAIN_OVER_MAX && gains.under() <= GAIN_UNDER_MAX);
-    assert!(gains.part(|error| error > GAIN_OVER_USUAL) <= UNUSUAL_PART);
+    assert!(gains.part(|error| error > GAIN_OVER_USUAL) <= UNUSUAL_FRACTION);
     for losses in [&losses, &late_losses] {
         assert!(losses.under() <= LOSS_UNDER_MAX);
-        assert!(losses.part(|error| -error > LOSS_UNDER_USUAL) <= UNUSUAL_PART);
+        assert!(losses.part(|error| -error > LOSS_UNDER_USUAL) <= UNUSUAL_FRACTION);
     }
     assert!(gains.mean() <= GAIN_ERROR_MEAN_MAX && losses.mean() <= LOSS_ERROR_MEAN_MAX);
     assert!(late_losses.mean() <= LATE_LOSS_ERROR_MEAN_MAX);

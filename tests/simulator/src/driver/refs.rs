@@ -20,7 +20,7 @@ const REFS_MAX: usize = 6;
 const RESULTS: usize = 64;
 /// Reciprocal of the largest share of GONE results. Above this share, the driver puts evicted pages
 /// (copies) instead of sending REFs.
-const GONE_PART: usize = 16;
+const GONE_DIVISOR: usize = 16;
 /// While the driver puts evicted pages instead of sending REFs, it lets the device retain one in
 /// this many pages. The results of their REFs show whether fewer retained pages are GONE.
 const SAMPLE: u64 = 4;
@@ -42,7 +42,7 @@ impl DriverModel {
     /// Returns whether the driver's get allows the device to retain a page.
     pub(super) fn may_retain(&self, cookie: u64) -> bool {
         let gone = self.gone.iter().filter(|gone| **gone).count();
-        let copies = gone > RESULTS / GONE_PART && !cookie.is_multiple_of(SAMPLE);
+        let copies = gone > RESULTS / GONE_DIVISOR && !cookie.is_multiple_of(SAMPLE);
         self.retain && !copies
     }
 
@@ -190,7 +190,7 @@ mod tests {
             let retained = |cookie: &u64| driver.may_retain(*cookie);
             (1..=100).filter(retained).count()
         };
-        let most = RESULTS / GONE_PART;
+        let most = RESULTS / GONE_DIVISOR;
         assert_eq!(count(&mut driver, false, RESULTS), 100);
         assert_eq!(count(&mut driver, true, most), 100);
         assert_eq!(count(&mut driver, true, 1), 100 / SAMPLE as usize);
