@@ -576,8 +576,8 @@ def page(found: dict[str, Any], other: dict[str, Any] | None = None) -> str:
                     "More RAM takes less time, although it reads more from the disks. Waits of "
                     "several guests for their disks overlap, and each guest has a limit of its own "
                     "for requests. Processor time does not overlap on one processor, and a page "
-                    "from the pool costs more of it than one from RAM or from a disk. Guests with "
-                    "processors of their own were not measured."
+                    "from the pool costs more of it than one from RAM. Guests with processors of "
+                    "their own were not measured."
                 ),
                 *bullets(busy),
             ]
