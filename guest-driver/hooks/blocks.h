@@ -12,13 +12,14 @@
  *   the block is in flight, the record is not used.
  * - Put. A wrong hint (which block belongs to a page) leads to another check, and so to no put.
  * - Start. The driver records nothing of an area until all transfers have ended that it did not see
- *   begin. A swap area on a stacked disk needs no such start (fs_new()). A write that it did not
- *   see begin starts the area again.
+ *   begin. A write that it did not see begin starts the area again. Transfers of a slot of a swap
+ *   area do not overlap. So on a stacked disk the area needs no such start (fs_new()), and a write
+ *   of the kernel from before the area only erases its slots.
  * - Dirty. A page that becomes dirty voids the record of its last write: it may have changed while
  *   the device read it.
  *
- * An area is the range of a disk on which a served file system lies. Blocks of areas are numbered
- * from 1, without gaps between the blocks of one area.
+ * An area is the range of a disk on which a served file system or swap area lies. Blocks of areas
+ * are numbered from 1, without gaps between the blocks of one area.
  *
  * Limits: records and hints take memory in proportion to RAM (tmem_records_init()). A record that
  * finds no space displaces another one, and a page without a record is not put.

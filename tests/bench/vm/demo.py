@@ -87,9 +87,8 @@ class Measured:
     rounds: list[float] = field(default_factory=list)
     read_bytes: int = 0
     checksums_equal: bool = False
-    counters: dict[str, int] = field(
-        default_factory=dict
-    )  # counters of the driver; empty without the device
+    # Counters of the driver; empty without the device.
+    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
