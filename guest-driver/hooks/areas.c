@@ -33,6 +33,8 @@
  */
 #define DRAIN_TIMEOUT	(5 * HZ)
 #define DRAIN_RETRY	(20 * HZ)
+/* Most blocks of a range that are counted one by one while they are erased. */
+#define SHORT_BLOCKS	32
 /* Period in which the tables of records follow the size of RAM. */
 #define RAM_PERIOD	(10 * HZ)
 
@@ -161,6 +163,27 @@ void tmem_area_forget(const struct super_block *sb, u32 first, u32 nr, bool may_
 }
 
 /*
+ * Erases blocks: records, then index. @first is the number of the first block, and @place counts
+ * from the beginning of the area of @sb. The erasure counts as a write: otherwise a get that begins
+ * between the two would add a record, and use the entry. Context: as tmem_area_forget().
+ */
+static void erase_blocks(const struct super_block *sb, u32 first, u32 place, u32 nr, bool may_sleep)
+{
+	unsigned int number;
+
+	if (nr <= SHORT_BLOCKS) {
+		tmem_record_write_range(first, nr, true);
+		tmem_area_forget(sb, place, nr, may_sleep, TMEM_INVAL_BLOCK);
+		tmem_record_write_range(first, nr, false);
+		return;
+	}
+	number = tmem_record_long_write(first, first + nr - 1);
+	tmem_record_erase(first, nr);
+	tmem_area_forget(sb, place, nr, may_sleep, TMEM_INVAL_BLOCK);
+	tmem_record_long_end(number);
+}
+
+/*
  * Erases all blocks that a range of sectors of a disk touches, in all areas: records, then index.
  * Returns whether the range touches an area. Context: any but NMI. It sleeps only if @may_sleep.
  */
@@ -189,9 +212,7 @@ bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, b
 		area_first = area->first;
 		sb = area->sb;
 		rcu_read_unlock();
-		tmem_record_erase(first, nr_blocks);
-		tmem_area_forget(sb, first - area_first, nr_blocks, may_sleep,
-				 TMEM_INVAL_BLOCK);
+		erase_blocks(sb, first, first - area_first, nr_blocks, may_sleep);
 	}
 	return touched;
 }
