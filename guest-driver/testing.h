@@ -228,6 +228,16 @@ enum tmem_block_check {
 	TMEM_CHECK_BEHIND,
 	/* A page stored after its erasure is flushed. Without: it stays at the host for good. */
 	TMEM_CHECK_ORPHAN,
+	/*
+	 * The slots of a merged bio are compared with their order. Without: a page of a swap file
+	 * counts as that of another slot.
+	 */
+	TMEM_CHECK_SLOTS,
+	/*
+	 * A write of a slot of a swap file erases the block of the file system. Without: a read of
+	 * the file gets old bytes.
+	 */
+	TMEM_CHECK_SWAP_FILE,
 	NR_TMEM_BLOCK_CHECKS
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Areas: ranges of disks with served file systems, and the intervals in which the driver sees all
- * transfers of an area. blocks.h has the rules.
+ * Areas: the blocks of served file systems and swap areas, and the intervals in which the driver
+ * sees all transfers of an area. blocks.h has the rules.
  *
  * The driver cannot see writes that began before the area was known, or that bypass submit_bio().
  * After such a write it records nothing until the disk was drained: freezing its request queue
@@ -423,17 +423,17 @@ static bool is_visible(struct block_device *bdev)
 }
 
 /*
- * Makes the area of a file system. The caller holds @bdev until tmem_area_free(). @from_start: the
- * file system is being mounted, and no write of it has been missed; or it is a swap area. Sleeps.
+ * Makes the area of a file system, or a swap area: @nr blocks from a sector on. The caller holds
+ * @bdev until tmem_area_free(). @from_start: the file system is being mounted, and no write of it
+ * has been missed; or it is a swap area. Sleeps.
  *
  * Returns NULL and sets @why in these cases: there is no memory; there is no free block number
  * (16 TiB in all areas); programs can write to the device without a bio, as with DAX; another area
  * has a part of the device.
  */
 struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_device *bdev,
-				bool from_start, const char **why)
+				sector_t start, u64 nr, bool from_start, const char **why)
 {
-	u64 nr = bdev_nr_sectors(bdev) / TMEM_BLOCK_SECTORS;
 	struct tmem_area *area;
 	unsigned int i;
 
@@ -448,7 +448,7 @@ struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_devic
 	}
 	area->sb = sb;
 	area->disk = bdev->bd_disk;
-	area->start = get_start_sect(bdev);
+	area->start = start;
 	area->nr = nr;
 	area->drained = !bdev->bd_disk->fops->submit_bio;
 	mutex_lock(&areas_lock);

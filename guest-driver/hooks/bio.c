@@ -66,11 +66,12 @@ struct tracked {
 	bio_end_io_t *end_io;
 	void *private;
 	const struct gendisk *disk;
-	sector_t sector, nr;		/* range of sectors on the whole disk */
+	sector_t sector, nr;		/* range of sectors on the whole disk, or of slots */
 	bool whole;			/* the range is erased, and not page by page */
 	unsigned int long_write;	/* its number, if @whole */
 	bool drained;			/* the disk of the area can be drained */
-	sector_t area_start;		/* on the whole disk */
+	sector_t disk_sector;		/* first sector on the whole disk of written slots, or 0 */
+	sector_t area_start;
 	u32 area_first;
 	const struct super_block *sb;	/* of the area; only compared */
 	u32 epoch;			/* of the area at the submission, or 0 */
@@ -104,6 +105,52 @@ static void bio_ended(struct bio *bio);
 static sector_t device_start(const struct bio *bio)
 {
 	return bio_flagged((struct bio *)bio, BIO_REMAPPED) ? 0 : get_start_sect(bio->bi_bdev);
+}
+
+/*
+ * Returns the first sector of the slots of a bio, or 0 if they are not served. The kernel merges
+ * slots that are neighbours on the disk, but may not be neighbours in their area: a swap file can
+ * have its blocks in any order.
+ */
+static sector_t slots_of(struct bio *bio)
+{
+	sector_t first = tmem_swap_sector(bio_page(bio), bio->bi_bdev), next = first;
+	struct bvec_iter iter;
+	struct bio_vec bv;
+
+	if (!first)
+		return 0;
+	bio_for_each_segment(bv, bio, iter) {
+		if (!TMEM_WITHOUT(SLOTS) && tmem_swap_sector(bv.bv_page, bio->bi_bdev) != next)
+			return 0;
+		next += TMEM_BLOCK_SECTORS;
+	}
+	return first;
+}
+
+/* Returns the first sector of a bio, by which its area has the blocks. */
+static sector_t sector_of(struct bio *bio)
+{
+	return slots_of(bio) ?: bio->bi_iter.bi_sector + device_start(bio);
+}
+
+/*
+ * Erases each slot that a bio writes. Needs nothing at the end of the bio, because no other
+ * transfer of the slot begins before. Context: any but NMI.
+ */
+static void erase_slots(struct bio *bio)
+{
+	struct bvec_iter iter;
+	struct bio_vec bv;
+	sector_t sector;
+
+	if (!(bio->bi_opf & REQ_SWAP))
+		return;
+	bio_for_each_segment(bv, bio, iter) {
+		sector = tmem_swap_sector(bv.bv_page, bio->bi_bdev);
+		if (sector)
+			tmem_area_erase(bio->bi_bdev->bd_disk, sector, TMEM_BLOCK_SECTORS, false);
+	}
 }
 
 /*
@@ -200,7 +247,6 @@ static struct tracked *track_new(struct bio *bio, unsigned int nr_pages, bool wr
 		.end_io = bio->bi_end_io,
 		.private = bio->bi_private,
 		.disk = bio->bi_bdev->bd_disk,
-		.sector = bio->bi_iter.bi_sector + device_start(bio),
 		.nr = bio_sectors(bio),
 		.write = write,
 		.iter = bio->bi_iter,
@@ -255,7 +301,7 @@ static void submit_rest(struct bio *bio, u64 deadline_ns);
  */
 static enum tmem_filled fill_part(struct bio *bio, u64 deadline_ns, bool awaited)
 {
-	sector_t sector = bio->bi_iter.bi_sector + device_start(bio);
+	sector_t sector = sector_of(bio);
 	const struct tmem_area *area;
 	struct tmem_area copy = {};
 
@@ -311,6 +357,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 		tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages);
 		return false;
 	}
+	t->sector = sector_of(bio);
 	if (!set_area(t) || !t->epoch || !tmem_is_filled(bio_page(bio), t->sb)) {
 		track_free(t);
 		return false;
@@ -320,7 +367,7 @@ static bool begin_read(struct bio *bio, u64 deadline_ns)
 			break;
 		at = place(t, &iter);
 		state = state_of(t, i++);
-		state->seq = tmem_is_block(&bv, at, t->sb) && tmem_is_filled(bv.bv_page, t->sb) ?
+		state->seq = tmem_is_block(&bv, at) && tmem_is_filled(bv.bv_page, t->sb) ?
 			     tmem_record_read(block_at(t, at)) : 0;
 		if (!(i % STATES))
 			cond_resched();	/* submit_bio() may sleep */
@@ -357,7 +404,7 @@ static void begin_pages(struct tracked *t)
 			state->seq = 0;
 		at = place(t, &iter);
 		if (state && t->epoch && tmem_is_flushed(bv.bv_page, t->sb) &&
-		    tmem_is_block(&bv, at, t->sb)) {
+		    tmem_is_block(&bv, at)) {
 			if (tmem_is_swap(t->sb) &&
 			    tmem_swap_reuse(t->sb, at >> TMEM_BLOCK_SHIFT))
 				why = TMEM_INVAL_FREED;
@@ -376,6 +423,29 @@ static void begin_pages(struct tracked *t)
 		TMEM_HOLD(write);
 	if (!TMEM_WITHOUT(FORGET))
 		tmem_area_forget(t->sb, first - t->area_first, last - first + 1, true, why);
+}
+
+/*
+ * Sets the area of a write, which begins at a sector of the disk. Returns false if it is in none.
+ * Slots that the area of their swap area does not have in order are erased one by one.
+ */
+static bool set_write_area(struct tracked *t, sector_t sector)
+{
+	bool is_swap = bio_op(t->bio) == REQ_OP_WRITE && t->bio->bi_opf & REQ_SWAP;
+
+	t->sector = is_swap ? slots_of(t->bio) : 0;
+	if (t->sector && set_area(t)) {
+		/* A swap file also has blocks of the file system, which can be read as a file. */
+		if (!TMEM_WITHOUT(SWAP_FILE)) {
+			tmem_area_erase(t->disk, sector, t->nr, true);
+			t->disk_sector = sector;
+		}
+		return true;
+	}
+	if (is_swap)
+		erase_slots(t->bio);
+	t->sector = sector;
+	return set_area(t);
 }
 
 static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
@@ -399,21 +469,21 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 		tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages - (t ? t->nr_pages : 0));
 	}
 	if (!t) {
+		if (bio_op(bio) == REQ_OP_WRITE)
+			erase_slots(bio);
 		tmem_area_unseen(bio->bi_bdev->bd_disk, sector, nr);
 		return;
 	}
-	t->sector = sector;
 	t->nr = nr;
-	in_area = set_area(t);
+	in_area = set_write_area(t, sector);
 	t->whole = bio_op(bio) != REQ_OP_WRITE || !in_area;
 	if (t->whole) {
 		from = (u64)(sector - t->area_start) << SECTOR_SHIFT;
 		/*
 		 * While the write is in flight, an area that cannot be drained may follow, with
-		 * other numbers. The kernel uses a slot only after its discard, and the end of the
-		 * discard erases the slots of a swap area that may have followed.
+		 * other numbers.
 		 */
-		t->long_write = in_area && (t->drained || tmem_is_swap(t->sb)) ?
+		t->long_write = in_area && t->drained ?
 			tmem_record_long_write(block_at(t, from), block_at(t, from + bytes - 1)) :
 			tmem_record_long_write(0, U32_MAX);
 		/* submit_bio() may sleep. */
@@ -550,6 +620,8 @@ static bool end_some(struct tracked *t, unsigned int *budget)
 		*budget = 0;
 		tmem_area_erase(t->disk, t->sector, t->nr, false);
 	}
+	if (t->disk_sector)
+		tmem_area_erase(t->disk, t->disk_sector, t->nr, false);
 	bio->bi_end_io = t->end_io;
 	bio->bi_private = t->private;
 	track_free(t);
@@ -641,25 +713,9 @@ static bool is_unseen(const struct bio *bio)
 	return op_is_write(bio_op(bio)) && bio_sectors(bio) && bio->bi_end_io != bio_ended;
 }
 
-/* Returns whether a bio writes slots of a swap area. */
-static bool is_of_swap_area(const struct bio *bio, sector_t sector)
-{
-	const struct tmem_area *area;
-	bool found;
-
-	if (!(bio->bi_opf & REQ_SWAP))
-		return false;
-	rcu_read_lock();
-	area = tmem_area_find(bio->bi_bdev->bd_disk, sector, bio_sectors(bio));
-	found = area && tmem_is_swap(area->sb);
-	rcu_read_unlock();
-	return found;
-}
-
 /*
  * Erases what a bio writes that did not come through submit_bio(), or before its area was there.
- * The latter write of a slot needs nothing else, because no transfer of the slot begins before its
- * end. Context: any but NMI.
+ * Context: any but NMI.
  */
 void tmem_probe_bio_queue(void *data, struct bio *bio)
 {
@@ -669,10 +725,8 @@ void tmem_probe_bio_queue(void *data, struct bio *bio)
 	if (!is_unseen(bio) || !tmem_area_serves(disk) || TMEM_WITHOUT(BIO_QUEUE))
 		return;
 	sector = bio->bi_iter.bi_sector + device_start(bio);
-	if (is_of_swap_area(bio, sector))
-		tmem_area_erase(disk, sector, bio_sectors(bio), false);
-	else
-		tmem_area_unseen(disk, sector, bio_sectors(bio));
+	erase_slots(bio);
+	tmem_area_unseen(disk, sector, bio_sectors(bio));
 }
 
 /*

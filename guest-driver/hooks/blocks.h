@@ -7,19 +7,23 @@
  * in the record of its block. Five rules keep a record true:
  * - Erase. A write erases the records of all blocks that it touches, also in part: before the
  *   device sees it, and again when it ends. All operations but READ and an empty FLUSH are writes.
+ *   The erasure itself counts as a write in flight.
  * - Record. A record is made only after a transfer without error, and only if no other write of the
  *   block began or ended meanwhile. Each record has a sequence number for this. While a write of
  *   the block is in flight, the record is not used.
  * - Put. A wrong hint (which block belongs to a page) leads to another check, and so to no put.
  * - Start. The driver records nothing of an area until all transfers have ended that it did not see
  *   begin. A write that it did not see begin starts the area again. Transfers of a slot of a swap
- *   area do not overlap. So on a stacked disk the area needs no such start (fs_new()), and a write
- *   of the kernel from before the area only erases its slots.
+ *   area do not overlap. So on a stacked disk the area needs no such start (fs_new()).
  * - Dirty. A page that becomes dirty voids the record of its last write: it may have changed while
  *   the device read it.
  *
- * An area is the range of a disk on which a served file system or swap area lies. Blocks of areas
- * are numbered from 1, without gaps between the blocks of one area.
+ * An area is the range of a disk on which a served file system lies. The blocks of a swap area are
+ * its slots, wherever the kernel stores them. The kernel writes each slot before it reads it, and
+ * its transfers do not overlap. So only writes of the slot count, and erase at their begin. If the
+ * slot is in a swap file, they also erase the block of the file system, at begin and end. In
+ * between, a read of the file may get bytes of before. Blocks of areas are numbered from 1, without
+ * gaps between the blocks of one area.
  *
  * Limits: records and hints take memory in proportion to RAM (tmem_records_init()). A record that
  * finds no space displaces another one, and a page without a record is not put.
@@ -76,11 +80,11 @@ void tmem_records_fit_ram(void (*renew)(void));
 
 /* --- areas.c ------------------------------------------------------------------------------- */
 
-/* Range of a disk with the blocks of a served file system or swap area. Read under RCU. */
+/* The blocks of a served file system on a disk, or the slots of a swap area. Read under RCU. */
 struct tmem_area {
 	const struct super_block *sb;	/* only compared; or a tmem_swap_sb() */
 	const struct gendisk *disk;
-	sector_t start;			/* first sector, on the whole disk */
+	sector_t start;			/* first sector, on the whole disk; or tmem_swap_start() */
 	u32 first;			/* number of the first block */
 	u32 nr;				/* number of whole blocks */
 	/*
@@ -114,7 +118,7 @@ bool tmem_area_erase(const struct gendisk *disk, sector_t sector, sector_t nr, b
 void tmem_area_unseen(const struct gendisk *disk, sector_t sector, sector_t nr);
 void tmem_area_failed(const struct gendisk *disk, sector_t sector, sector_t nr);
 struct tmem_area *tmem_area_new(const struct super_block *sb, struct block_device *bdev,
-				bool from_start, const char **why);
+				sector_t start, u64 nr, bool from_start, const char **why);
 void tmem_area_free(struct tmem_area *area);
 int tmem_areas_init(void);
 void tmem_areas_exit(void);
@@ -137,7 +141,7 @@ static inline bool tmem_must_not_wait(void)
 
 bool tmem_is_filled(struct page *page, const struct super_block *sb);
 bool tmem_is_flushed(struct page *page, const struct super_block *sb);
-bool tmem_is_block(const struct bio_vec *bv, u64 place, const struct super_block *sb);
+bool tmem_is_block(const struct bio_vec *bv, u64 place);
 bool tmem_is_awaited(struct bio *bio);
 void tmem_note_page(struct page *page);
 
@@ -183,10 +187,20 @@ static inline unsigned int tmem_swap_type_of(const struct super_block *sb)
 	return (unsigned long)sb / 2;
 }
 
+/*
+ * Returns the first sector of a swap area. Instead of their places on the disk, slots have sectors
+ * by their numbers, which no disk has.
+ */
+static inline sector_t tmem_swap_start(unsigned int type)
+{
+	return BIT_ULL(55) + ((sector_t)type << 40);
+}
+
 bool tmem_swap_wanted(void);
 bool tmem_swap_unwanted(void);
 bool tmem_swap_has(struct folio *folio, const struct super_block *sb);
-bool tmem_swap_is_slot(struct page *page, u64 place);
+unsigned long tmem_swap_slots(const struct super_block *sb);
+sector_t tmem_swap_sector(struct page *page, const struct block_device *bdev);
 bool tmem_swap_is_freed(const struct super_block *sb, u32 block);
 bool tmem_swap_reuse(const struct super_block *sb, u32 block);
 void tmem_swap_note(struct bio *bio);

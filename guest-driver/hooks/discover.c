@@ -103,6 +103,8 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 	struct tmem_fs *fs = kzalloc(sizeof(*fs), GFP_KERNEL);
 	char why[TMEM_REFUSED_BYTES - sizeof("refused: ")], name[BDEVNAME_SIZE];
 	bool is_swap = tmem_is_swap(sb), refused = false;
+	sector_t start;
+	u64 nr;
 
 	if (!fs) {
 		tmem_bdev_put(bdev);
@@ -135,6 +137,8 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 		snprintf(fs->refused, sizeof(fs->refused), "refused: %s", why);
 		pr_notice("%s on %s is %s\n", type->name, name, fs->refused);
 	} else if (bdev) {
+		start = is_swap ? tmem_swap_start(tmem_swap_type_of(sb)) : get_start_sect(bdev);
+		nr = is_swap ? tmem_swap_slots(sb) : bdev_nr_sectors(bdev) / TMEM_BLOCK_SECTORS;
 		/*
 		 * Only btrfs has no s_bdev. It may write before the hook of mounts runs, so the
 		 * driver may have missed writes, and the area does not count as seen from its
@@ -145,10 +149,10 @@ static struct tmem_fs *fs_new(struct super_block *sb, struct tmem_fs_type *type,
 		 * kernel uses a slot that it discards only after the discard. While it hibernates,
 		 * readahead may read a slot that is being written, but no process has that slot.
 		 */
-		fs->area = tmem_area_new(sb, bdev, is_swap || (new && !type->has_no_bdev),
-					 &fs->no_area);
+		fs->area = tmem_area_new(sb, bdev, start, nr,
+					 is_swap || (new && !type->has_no_bdev), &fs->no_area);
 	}
-	if (tmem_mount_add(fs, is_swap ? "swap-" : "", is_swap ? bdev->bd_dev : sb->s_dev)) {
+	if (tmem_mount_add(fs, is_swap ? bdev->bd_dev : sb->s_dev)) {
 		tmem_fs_free(fs);
 		return NULL;
 	}
@@ -209,8 +213,6 @@ static void serve(struct super_block *sb, struct tmem_fs_type *type, bool new)
 {
 	struct tmem_fs *fs;
 
-	if (sb->s_bdev)
-		tmem_swap_settle(sb->s_bdev);
 	mutex_lock(&discovery_lock);
 	if (tmem_fs_stopped || (!sb->s_bdev && !type->has_no_bdev) || !sb->s_root)
 		goto unlock;

@@ -147,13 +147,12 @@ bool tmem_is_flushed(struct page *page, const struct super_block *sb)
 
 /*
  * Returns whether a segment of a bio is a page, and a whole block of an area. @place is its place
- * in bytes from the beginning of the area of @sb. A page of a swap area must have the slot there.
+ * in bytes from the beginning of the area.
  */
-bool tmem_is_block(const struct bio_vec *bv, u64 place, const struct super_block *sb)
+bool tmem_is_block(const struct bio_vec *bv, u64 place)
 {
 	return bv->bv_len == PAGE_SIZE && !bv->bv_offset &&
-	       (!(place & ~PAGE_MASK) || TMEM_WITHOUT(WHOLE)) &&
-	       (!tmem_is_swap(sb) || tmem_swap_is_slot(bv->bv_page, place));
+	       (!(place & ~PAGE_MASK) || TMEM_WITHOUT(WHOLE));
 }
 
 /*
@@ -222,7 +221,7 @@ static unsigned int count_pages(struct bio *bio, const struct tmem_area *area, s
 
 	bio_for_each_segment(bv, bio, iter) {
 		if (++nr > FILL_PAGES_MAX || !tmem_is_filled(bv.bv_page, area->sb) ||
-		    !tmem_is_block(&bv, place, area->sb) ||
+		    !tmem_is_block(&bv, place) ||
 		    (!tmem_is_swap(area->sb) &&
 		     tmem_fs_inode_secret(page_folio(bv.bv_page)->mapping->host)))
 			return 0;

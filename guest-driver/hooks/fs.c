@@ -64,6 +64,10 @@ struct tmem_fs_type tmem_fs_types[] = {
 	{}
 };
 
+/* How to have a swap area served again that is blocked. */
+#define SWAP_AGAIN \
+	"run swapoff, unmount the file system of a swap file, wait two seconds, and run swapon"
+
 struct tmem_fs_type tmem_swap_type = { .name = "swap", .no_policies = true };
 
 static_assert(ARRAY_SIZE(tmem_fs_types) == NR_TMEM_FS_TYPES + 1);
@@ -275,19 +279,18 @@ int tmem_fs_state(const struct tmem_fs *fs, char *buf, size_t bytes)
 	else if (why)
 		return scnprintf(buf, bytes,
 				 "blocked: %s, block %llu; %s", why, block, is_swap ?
-				 "run swapoff, and swapon two seconds later" :
-				 "check the file system and mount it again");
+				 SWAP_AGAIN : "check the file system and mount it again");
 	else if (!fs->area)
 		return scnprintf(buf, bytes, "blocked: %s", fs->no_area);
 	else if (READ_ONCE(fs->area->failed))
 		state = is_swap ?
-			"blocked: a write failed; run swapoff, and swapon two seconds later" :
+			"blocked: a write failed; " SWAP_AGAIN :
 			"blocked: a write of the disk failed; mount the file system again";
 	else if (tmem_pool_refused(fs->pool))
 		state = "blocked: the host has no private pools; it needs a newer tmemd";
 	else if (!tmem_area_works(fs->area) && !fs->area->drained)
 		state = is_swap ?
-			"blocked: a write was missed; run swapoff, and swapon two seconds later" :
+			"blocked: a write was missed; " SWAP_AGAIN :
 			"blocked: the driver does not see all writes of the disk";
 	else if (!tmem_area_works(fs->area) || !READ_ONCE(fs->live))
 		state = "starting";

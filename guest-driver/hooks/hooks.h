@@ -201,7 +201,7 @@ void tmem_fs_exit(void);
 
 /* --- mounts.c ------------------------------------------------------------------------------ */
 
-int tmem_mount_add(struct tmem_fs *fs, const char *prefix, dev_t dev);
+int tmem_mount_add(struct tmem_fs *fs, dev_t dev);
 void tmem_mount_remove(struct tmem_fs *fs);
 int tmem_mounts_init(void);
 void tmem_mounts_stop(void);
@@ -220,7 +220,6 @@ bool tmem_refuse(struct super_block *sb, const struct block_device *bdev, char *
 
 /* --- slots.c ------------------------------------------------------------------------------- */
 
-void tmem_swap_settle(const struct block_device *bdev);
 void tmem_swap_soon(void);
 
 /* --- swap.c -------------------------------------------------------------------------------- */

@@ -3,7 +3,7 @@
  * Switches and counters of file systems, in /sys/kernel/virtio_tmem/:
  *	fs/<type>/enabled	all mounts of a type, also future ones
  *	mounts/<major:minor>/	one mount: enabled, state, puts, gets, hits, held_pages
- *	mounts/swap-<major:minor>/	one swap area, with the same files
+ *	mounts/swap-<major:minor>-<number>/	one swap area, with the same files
  *
  * The directory of a mount is removed before its super block is shut down. sysfs waits for tasks
  * that are reading or writing one of its files, and answers ENODEV to tasks that only have a file
@@ -17,7 +17,7 @@
 #include <linux/sysfs.h>
 
 #include "../compat.h"
-#include "hooks.h"
+#include "blocks.h"
 
 static struct kobject *mounts_kobj, *types_kobj;
 
@@ -125,16 +125,21 @@ static const struct kobj_type mount_ktype = {
 };
 
 /*
- * Makes the directory of a mount whose other fields are set. @prefix stands before the number of
- * the device. Returns 0 or an error. The caller then
- * does not serve the mount, because an operator could not switch it off. It calls
- * tmem_mount_remove() after an error, too.
+ * Makes the directory of a mount or swap area on a device. The other fields are set. Returns 0 or
+ * an error. The caller then does not serve the mount, because an operator could not switch it off.
+ * It calls tmem_mount_remove() after an error, too.
  */
-int tmem_mount_add(struct tmem_fs *fs, const char *prefix, dev_t dev)
+int tmem_mount_add(struct tmem_fs *fs, dev_t dev)
 {
+	char name[sizeof("swap-4294967295:4294967295-4294967295")];
+
+	if (tmem_is_swap(fs->sb))
+		snprintf(name, sizeof(name), "swap-%u:%u-%u", MAJOR(dev), MINOR(dev),
+			 tmem_swap_type_of(fs->sb));
+	else
+		snprintf(name, sizeof(name), "%u:%u", MAJOR(dev), MINOR(dev));
 	init_completion(&fs->released);
-	return tmem_kobject_init_and_add(&fs->kobj, &mount_ktype, mounts_kobj, "%s%u:%u", prefix,
-					 MAJOR(dev), MINOR(dev));
+	return tmem_kobject_init_and_add(&fs->kobj, &mount_ktype, mounts_kobj, "%s", name);
 }
 
 /* Removes a mount's directory, and waits for tasks that are reading or writing one of its files. */

@@ -17,13 +17,12 @@
 
 int tmem_swap_parameter = -1;
 module_param_named(swap, tmem_swap_parameter, int, 0444);
-MODULE_PARM_DESC(swap, "cache swap partitions: 1 yes, 0 no, -1 if the device has swap=on (default)");
+MODULE_PARM_DESC(swap, "cache swap areas: 1 yes, 0 no, -1 if the device has swap=on (default)");
 
 bool tmem_swap_allowed;
 bool tmem_swap_on;
 struct swap_area __rcu *tmem_swap_areas[MAX_SWAPFILES];
 struct block_device *tmem_swap_noted[MAX_SWAPFILES];
-unsigned long tmem_swap_files;
 struct delayed_work tmem_swap_work;
 
 /* Returns whether pages of swap areas may go to the host now. Context: any. */
@@ -58,32 +57,68 @@ bool tmem_swap_has(struct folio *folio, const struct super_block *sb)
 	       swp_type(entry_of(folio)) == tmem_swap_type_of(sb);
 }
 
-/*
- * Returns whether a page of a swap area has the slot at a place, in bytes. So the kernel frees the
- * block under the number that the driver knows. Context: any.
- */
-bool tmem_swap_is_slot(struct page *page, u64 place)
-{
-	struct folio *folio = page_folio(page);
-
-	return swp_offset(entry_of(folio)) + folio_page_idx(folio, page) == place >> PAGE_SHIFT;
-}
-
 /* Returns the swap area of a number. The caller is in an RCU read section. */
 static struct swap_area *area_of(unsigned int type)
 {
 	return type < MAX_SWAPFILES ? rcu_dereference(tmem_swap_areas[type]) : NULL;
 }
 
+/* Returns the bitmap with the bit of a slot, or NULL if the slot is not served. */
+static unsigned long *freed_of(const struct swap_area *area, unsigned long slot)
+{
+	if (slot >= READ_ONCE(area->nr))
+		return NULL;
+	return READ_ONCE(area->freed[slot / TMEM_PART_SLOTS]);	/* pairs with add_parts() */
+}
+
+/* Returns the number of slots that a swap area may have. Context: any. */
+unsigned long tmem_swap_slots(const struct super_block *sb)
+{
+	const struct swap_area *area;
+	unsigned long nr;
+
+	rcu_read_lock();
+	area = area_of(tmem_swap_type_of(sb));
+	nr = area ? READ_ONCE(area->nr) : 0;
+	rcu_read_unlock();
+	return nr;
+}
+
+/*
+ * Returns the sector of the slot of a page that is transferred from or to a device, or 0 if no
+ * served swap area on the device has the slot. Context: any.
+ */
+sector_t tmem_swap_sector(struct page *page, const struct block_device *bdev)
+{
+	struct folio *folio = page_folio(page);
+	const struct swap_area *area;
+	unsigned long slot;
+	unsigned int type;
+	bool served;
+
+	if (!folio_test_swapcache(folio) ||
+	    (!folio_test_locked(folio) && !folio_test_writeback(folio)))
+		return 0;
+	type = swp_type(entry_of(folio));
+	slot = swp_offset(entry_of(folio)) + folio_page_idx(folio, page);
+	rcu_read_lock();
+	area = area_of(type);
+	served = area && area->bdev == bdev && freed_of(area, slot);
+	rcu_read_unlock();
+	return served ? tmem_swap_start(type) + (sector_t)slot * TMEM_BLOCK_SECTORS : 0;
+}
+
 /* Returns whether the slot of a block was freed, and not used again. Context: any. */
 bool tmem_swap_is_freed(const struct super_block *sb, u32 block)
 {
 	const struct swap_area *area;
+	const unsigned long *bits;
 	bool freed;
 
 	rcu_read_lock();
 	area = area_of(tmem_swap_type_of(sb));
-	freed = !area || block >= area->nr || test_bit(block, area->freed);
+	bits = area ? freed_of(area, block) : NULL;
+	freed = !bits || test_bit(block % TMEM_PART_SLOTS, bits);
 	rcu_read_unlock();
 	return freed;
 }
@@ -95,13 +130,15 @@ bool tmem_swap_is_freed(const struct super_block *sb, u32 block)
  */
 bool tmem_swap_reuse(const struct super_block *sb, u32 block)
 {
-	struct swap_area *area;
+	const struct swap_area *area;
+	unsigned long *bits, bit = block % TMEM_PART_SLOTS;
 	bool freed;
 
 	rcu_read_lock();
 	area = area_of(tmem_swap_type_of(sb));
-	freed = area && block < area->nr && test_bit(block, area->freed) &&
-		!tmem_flushes_wait() && test_and_clear_bit(block, area->freed);
+	bits = area ? freed_of(area, block) : NULL;
+	freed = bits && test_bit(bit, bits) && !tmem_flushes_wait() &&
+		test_and_clear_bit(bit, bits);
 	rcu_read_unlock();
 	return freed;
 }
@@ -112,14 +149,20 @@ bool tmem_swap_reuse(const struct super_block *sb, u32 block)
  */
 static void __maybe_unused slots_freed(unsigned int type, unsigned long first, unsigned long nr)
 {
+	unsigned long *bits, bit, some;
 	struct swap_area *area;
 
 	if (!READ_ONCE(tmem_swap_on))
 		return;
 	rcu_read_lock();
 	area = area_of(type);
-	if (area && first < area->nr) {
-		tmem_set_bits(area->freed, first, min(nr, area->nr - first));
+	for (; area && nr; first += some, nr -= some) {
+		bit = first % TMEM_PART_SLOTS;
+		some = min(nr, TMEM_PART_SLOTS - bit);
+		bits = freed_of(area, first);
+		if (!bits)
+			continue;
+		tmem_set_bits(bits, bit, some);
 		/* Set the bits before reading the flag; pairs with erase_freed(). */
 		smp_mb__after_atomic();
 		if (!READ_ONCE(area->any))
@@ -190,35 +233,32 @@ const struct tmem_target tmem_swap_targets[] = { {} };
 /* --- discovery ------------------------------------------------------------------------------- */
 
 /*
- * Has the work item examine the swap area of a bio that is being submitted, if it is not known.
- * Context: any but NMI.
+ * Has the work item examine the swap area of a bio that is being submitted, if it is not known, or
+ * serve the part with its slot. Context: any but NMI.
  */
 void tmem_swap_note(struct bio *bio)
 {
 	struct folio *folio = page_folio(bio_page(bio));
 	struct block_device *bdev = bio->bi_bdev;
-	const struct swap_area *area;
-	swp_entry_t entry;
+	bool known, wanted = false;
+	struct swap_area *area;
+	unsigned long slot;
 	unsigned int type;
-	bool known;
 
-	/* The sector of a bio that is submitted again may count by the whole disk. */
-	if (!folio_test_swapcache(folio) || !folio_test_writeback(folio) ||
-	    bio_flagged(bio, BIO_REMAPPED))
+	if (!folio_test_swapcache(folio) || !folio_test_writeback(folio))
 		return;
-	entry = entry_of(folio);
-	type = swp_type(entry);
+	type = swp_type(entry_of(folio));
 	if (type >= MAX_SWAPFILES || !tmem_swap_wanted())
 		return;
-	if (bio->bi_iter.bi_sector != (sector_t)swp_offset(entry) * TMEM_BLOCK_SECTORS) {
-		if (!test_bit(type, &tmem_swap_files) && !test_and_set_bit(type, &tmem_swap_files))
-			mod_delayed_work(tmem_system_wq, &tmem_swap_work, 0);
-		return;
-	}
+	slot = swp_offset(entry_of(folio));
 	rcu_read_lock();
 	area = area_of(type);
 	known = area && area->bdev == bdev;
+	if (known && slot < READ_ONCE(area->nr) && !freed_of(area, slot))
+		wanted = !cmpxchg(&area->wanted, 0, slot / TMEM_PART_SLOTS + 1);
 	rcu_read_unlock();
+	if (wanted)
+		tmem_swap_soon();
 	if (known || READ_ONCE(tmem_swap_noted[type]))
 		return;
 	if (!tmem_bdev_hold(bdev))
@@ -233,28 +273,4 @@ void tmem_swap_note(struct bio *bio)
 void tmem_swap_soon(void)
 {
 	mod_delayed_work(tmem_system_wq, &tmem_swap_work, 0);
-}
-
-/*
- * Forgets the swap area of a device that is being mounted, so that the file system can have an area
- * there. Sleeps; may wait for the transfers of disks whose swap areas have ended, too.
- */
-void tmem_swap_settle(const struct block_device *bdev)
-{
-	const struct swap_area *area;
-	bool found = false;
-	unsigned int type;
-
-	if (!READ_ONCE(tmem_swap_on))
-		return;
-	rcu_read_lock();
-	for (type = 0; type < MAX_SWAPFILES; type++) {
-		area = area_of(type);
-		found |= area && area->bdev == bdev;
-	}
-	rcu_read_unlock();
-	if (!found)
-		return;
-	tmem_swap_soon();
-	flush_delayed_work(&tmem_swap_work);
 }

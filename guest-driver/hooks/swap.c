@@ -3,18 +3,19 @@
  * Swap areas: anonymous memory and shmem through the same path as files, if the device has
  * VIRTIO_TMEM_F_SWAP or the module parameter "swap" is 1.
  *
- * A swap partition or logical volume is served like a mounted file system: it has an area, whose
- * blocks are its slots, and a pool. Each write of a slot is recorded and erases its entry. Each
- * read asks the host first. A page is put when the kernel frees it, if its bytes equal the record
- * of its slot (bio.c, fill.c, put.c). The disk has all bytes, as without the driver. While the swap
- * cache has a folio, the kernel does not read its slot. Reclaim drops a folio only if nobody has
- * changed it since its bytes went to the disk.
+ * A swap partition, logical volume or file is served like a mounted file system: it has an area,
+ * whose blocks are its slots, and a pool. Each write of a slot is recorded and erases its entry.
+ * Each read asks the host first. A page is put when the kernel frees it, if its bytes equal the
+ * record of its slot (bio.c, fill.c, put.c). The disk has all bytes, as without the driver. While
+ * the swap cache has a folio, the kernel does not read its slot. Reclaim drops a folio only if
+ * nobody has changed it since its bytes went to the disk.
  *
  * slots.c has the freed slots, whose bytes must leave the host, too.
  *
  * The driver learns of a swap area from its first write, and of its end from the holder of the
- * device. So swapon and swapoff never wait for the driver. The hooks of slots are added for the
- * first swap area.
+ * device. So swapon and swapoff never wait for the driver. A swap file stays in the table until its
+ * file system is unmounted, but has no page after its swapoff, because the kernel frees all slots.
+ * The hooks of slots are added for the first swap area.
  *
  * Instead of the address of a super block, a swap area has a small odd number.
  */
@@ -24,8 +25,9 @@
 #include <linux/blk-integrity.h>
 #include <linux/blkdev.h>
 #include <linux/major.h>
+#include <linux/mm.h>
 #include <linux/module.h>
-#include <linux/vmalloc.h>
+#include <linux/slab.h>
 #include <linux/workqueue.h>
 
 #include "../compat.h"
@@ -45,11 +47,10 @@
  * Number of ranges of freed slots that one run of the work item erases. It takes some milliseconds.
  */
 #define RUN_RANGES	4096
-/* Number of bits of a bitmap that are searched before the task may be rescheduled. */
-#define SCAN_BITS	BIT(20)
-
-/* Bitmap by swap type. A bit is set if the log says that this swap file is not served. */
-static unsigned long files_logged;
+/*
+ * Most slots of a swap area, which have 256 GiB: the driver reserves block numbers for all of them.
+ */
+#define SLOTS_MAX	BIT(26)
 
 /*
  * Erases freed slots. It has a work item of its own, because that of swap areas may wait for a
@@ -59,16 +60,22 @@ static struct delayed_work erase_work;
 /* Held while freed slots of an area are erased, and while an area is taken out of the table. */
 static DEFINE_MUTEX(erase_mutex);
 
+static unsigned long nr_parts(const struct swap_area *area)
+{
+	return DIV_ROUND_UP(area->nr, TMEM_PART_SLOTS);
+}
+
 /*
  * Erases all slots by emptying the pool. If a bit that a hook sets at the same time is lost, its
  * slot was freed before the pool is emptied, and needs no bit. Sleeps.
  */
 static void erase_all(struct swap_area *area)
 {
-	unsigned long i;
+	unsigned long part, i;
 
-	for (i = 0; i < BITS_TO_LONGS(area->nr); i++)
-		WRITE_ONCE(area->freed[i], 0);
+	for (part = 0; part < nr_parts(area); part++)
+		for (i = 0; area->freed[part] && i < BITS_TO_LONGS(TMEM_PART_SLOTS); i++)
+			WRITE_ONCE(area->freed[part][i], 0);
 	/* A put that has not seen the bits finds no record, or has ended. */
 	tmem_record_erase(area->fs->area->first, area->nr);
 	tmem_pool_empty(area->fs->pool);
@@ -87,6 +94,13 @@ static unsigned long left_freed(struct swap_area *area, unsigned long delay)
 	return PERIOD;
 }
 
+/* Returns the next slot with a bit from @at on, or @end. @first is the slot of the first bit. */
+static unsigned long next_freed(const unsigned long *bits, unsigned long first, unsigned long at,
+				unsigned long end)
+{
+	return bits ? first + find_next_bit(bits, end - first, at - first) : end;
+}
+
 /*
  * Erases slots that were freed. Some may be left, because the run has lasted long, or because the
  * host has to answer flushes first. Returns the time until the next run in jiffies. Sleeps.
@@ -94,7 +108,7 @@ static unsigned long left_freed(struct swap_area *area, unsigned long delay)
 static unsigned long erase_freed(const struct super_block *sb, struct swap_area *area)
 {
 	const struct tmem_fs *fs = smp_load_acquire(&area->fs);	/* pairs with area_add() */
-	unsigned long left = area->nr, end;
+	unsigned long left = area->nr, first, end, *bits;
 	const struct tmem_area *blocks;
 	unsigned int ranges = 0, nr;
 
@@ -109,14 +123,16 @@ static unsigned long erase_freed(const struct super_block *sb, struct swap_area 
 	while (left) {
 		if (area->at >= area->nr)
 			area->at = 0;
-		end = min3(area->nr, area->at + SCAN_BITS, area->at + left);
+		first = round_down(area->at, TMEM_PART_SLOTS);
+		end = min3(area->nr, first + TMEM_PART_SLOTS, area->at + left);
 		left -= end - area->at;
-		while ((area->at = find_next_bit(area->freed, end, area->at)) < end) {
+		bits = READ_ONCE(area->freed[first / TMEM_PART_SLOTS]);
+		while ((area->at = next_freed(bits, first, area->at, end)) < end) {
 			if (ranges == RUN_RANGES || tmem_flushes_wait())
 				return left_freed(area, ranges ? 1 : BUSY_PERIOD);
 			ranges++;
 			for (nr = 0; area->at + nr < end && nr < TMEM_FORGET_BLOCKS; nr++)
-				if (!test_and_clear_bit(area->at + nr, area->freed))
+				if (!test_and_clear_bit(area->at + nr - first, bits))
 					break;
 			/* A put that has not seen the bits finds no record, or has ended. */
 			tmem_record_erase(blocks->first + area->at, nr);
@@ -160,6 +176,7 @@ static void erase_fn(struct work_struct *work)
 static void area_remove(unsigned int type)
 {
 	struct swap_area *area = area_at(type);
+	unsigned long part;
 
 	if (!area)
 		return;
@@ -174,8 +191,9 @@ static void area_remove(unsigned int type)
 		tmem_fs_drop(tmem_swap_sb(type));
 	}
 	tmem_bdev_put(area->bdev);
-	vfree(area->freed);
-	kfree(area);
+	for (part = 0; part < nr_parts(area); part++)
+		free_page((unsigned long)area->freed[part]);
+	kvfree(area);
 }
 
 /* Returns whether the device of a swap area belongs to another holder, or to none. */
@@ -184,7 +202,7 @@ static bool is_gone(const struct swap_area *area)
 	return READ_ONCE(area->bdev->bd_holder) != area->holder;
 }
 
-/* Returns why a swap partition is not served, or NULL. tmem_refuse() examines device mapper. */
+/* Returns why a swap area is not served, or NULL. tmem_refuse() examines device mapper. */
 static const char *refuse(struct block_device *bdev)
 {
 	if (bdev->bd_disk->fops->submit_bio && !strstarts(bdev->bd_disk->disk_name, "dm-"))
@@ -198,47 +216,77 @@ static const char *refuse(struct block_device *bdev)
 	return NULL;
 }
 
-/* Serves a swap partition, or remembers that it cannot be served. Sleeps. */
-static void area_add(unsigned int type, struct block_device *bdev)
+/*
+ * Serves the part of a swap area that is wanted, and the one behind it. Without memory for the
+ * first one, the next run tries again. Sleeps.
+ */
+static void add_parts(struct swap_area *area)
 {
+	unsigned long part, end, *bits;
+
+	if (!READ_ONCE(area->wanted))
+		return;
+	part = READ_ONCE(area->wanted) - 1;
+	for (end = min(part + 2, nr_parts(area)); part < end; part++) {
+		if (area->freed[part])
+			continue;
+		bits = (unsigned long *)get_zeroed_page(GFP_KERNEL | __GFP_NORETRY | __GFP_NOWARN);
+		if (!bits && part == area->wanted - 1)
+			return;
+		if (!bits)
+			break;
+		/* The bits are 0 before a hook sees them; pairs with freed_of(). */
+		smp_store_release(&area->freed[part], bits);
+	}
+	WRITE_ONCE(area->wanted, 0);
+}
+
+/*
+ * Serves a swap area, or remembers that it cannot be served. Returns false if there is no memory,
+ * or if too many file systems are served. Sleeps.
+ */
+static bool area_add(unsigned int type, struct block_device *bdev)
+{
+	u64 nr = min_t(u64, bdev_nr_sectors(bdev) / TMEM_BLOCK_SECTORS, SLOTS_MAX);
 	const void *holder = READ_ONCE(bdev->bd_holder);
 	const char *why = refuse(bdev);
 	struct swap_area *area;
 	struct tmem_fs *fs;
-	unsigned int i;
 
-	/*
-	 * Remove areas whose end was not seen yet: the one with this number, and one on a device
-	 * with this device number, which may have belonged to another partition.
-	 */
-	for (i = 0; i < MAX_SWAPFILES; i++)
-		if (i == type || (area_at(i) && area_at(i)->bdev->bd_dev == bdev->bd_dev))
-			area_remove(i);
-	area = holder ? kzalloc(sizeof(*area), GFP_KERNEL) : NULL;
-	if (!area || !tmem_bdev_hold(bdev)) {
-		kfree(area);
-		return;
+	area = area_at(type);
+	if (!holder || (area && area->bdev == bdev))
+		return true;
+	/* The end of the area with this number was not seen yet. */
+	area_remove(type);
+	area = kvzalloc(struct_size(area, freed, DIV_ROUND_UP(nr, TMEM_PART_SLOTS)), GFP_KERNEL);
+	if (!area)
+		return false;
+	if (!tmem_bdev_hold(bdev)) {
+		kvfree(area);
+		return true;
 	}
 	area->bdev = bdev;
 	area->holder = holder;
-	if (!why) {
-		area->nr = bdev_nr_sectors(bdev) / TMEM_BLOCK_SECTORS;
-		area->freed = vzalloc(BITS_TO_LONGS(area->nr) * sizeof(long));
-	}
-	if (!area->freed)
-		area->nr = 0;
+	area->nr = why ? 0 : nr;
+	area->wanted = 1;
 	/* See each slot that is freed from now on, before a page can be put. */
 	rcu_assign_pointer(tmem_swap_areas[type], area);
 	synchronize_rcu_expedited();
 	fs = tmem_bdev_hold(bdev) ? tmem_fs_serve_swap(type, bdev, why) : NULL;
-	if (!fs || !fs->area || !area->nr) {
-		area->nr = 0;
-		if (!why && !(fs && *fs->refused))
-			pr_warn("swap on %pg is not served: %s\n", bdev,
-				fs && fs->no_area ? fs->no_area : "no memory");
+	if (!fs) {
+		pr_warn_once("swap on %pg waits: no memory, or too many mounts are served\n",
+			     bdev);
+		area_remove(type);
+		return false;
+	}
+	if (!fs->area) {
+		WRITE_ONCE(area->nr, 0);
+		if (!*fs->refused)
+			pr_warn("swap on %pg is not served: %s\n", bdev, fs->no_area);
 	}
 	/* The area has its size before a work item uses it; pairs with erase_freed(). */
 	smp_store_release(&area->fs, fs);
+	return true;
 }
 
 /* Releases the devices that are still to be examined. Sleeps. */
@@ -296,16 +344,15 @@ static void swap_fn(struct work_struct *work)
 	if (err)
 		return;
 	for (type = 0; type < MAX_SWAPFILES; type++) {
-		if (test_bit(type, &tmem_swap_files) && !test_and_set_bit(type, &files_logged))
-			pr_notice("swap area %u is refused: swap files are not served; use a partition or an LVM volume\n",
-				  type);
 		area = area_at(type);
 		if (area && (is_gone(area) || tmem_swap_unwanted()))
 			area_remove(type);
 		bdev = READ_ONCE(tmem_swap_noted[type]);
 		if (bdev) {
-			if (tmem_swap_wanted())
-				area_add(type, bdev);
+			if (tmem_swap_wanted() && !area_add(type, bdev)) {
+				any = true;	/* try again */
+				continue;
+			}
 			WRITE_ONCE(tmem_swap_noted[type], NULL);
 			tmem_bdev_put(bdev);
 		}
@@ -313,6 +360,7 @@ static void swap_fn(struct work_struct *work)
 		if (!area)
 			continue;
 		any = true;
+		add_parts(area);
 		if (area->fs && READ_ONCE(area->fs->flush))
 			tmem_fs_refill(area->fs);
 	}
@@ -334,8 +382,6 @@ void tmem_swap_setup(void)
 /* Begins to serve swap areas, unless the module parameter forbids it. */
 void tmem_swap_init(void)
 {
-	tmem_swap_files = 0;
-	files_logged = 0;
 	WRITE_ONCE(tmem_swap_allowed, !!tmem_swap_parameter);
 }
 

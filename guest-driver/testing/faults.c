@@ -271,6 +271,8 @@ static const char *const check_names[NR_TMEM_BLOCK_CHECKS] = {
 	[TMEM_CHECK_LOST] = "lost",
 	[TMEM_CHECK_BEHIND] = "behind",
 	[TMEM_CHECK_ORPHAN] = "orphan",
+	[TMEM_CHECK_SLOTS] = "slots",
+	[TMEM_CHECK_SWAP_FILE] = "swap_file",
 };
 
 static int set_blocks_without(const char *val, const struct kernel_param *kp)

@@ -167,6 +167,34 @@ def erofs(path: Path, tree: Path, *options: str) -> Path:
     return path
 
 
+def interleaved_fat(path: Path, name: str, file_bytes: int) -> Path:
+    """Creates a FAT32 with a file of zeroes whose even pages are in front of its odd ones."""
+    blank(path, 2 * file_bytes)
+    _run([*MKFS["vfat"], str(path)])
+    with path.open("r+b") as file:
+        boot = file.read(512)
+        (reserved,) = struct.unpack_from("<H", boot, 14)
+        (fat_sectors,) = struct.unpack_from("<I", boot, 36)
+        data = (reserved + boot[16] * fat_sectors) * 512
+        pages = file_bytes // 4096
+        if data % 4096:
+            raise HarnessError(f"the clusters of {path} begin at byte {data}")
+        # Cluster 2 is the root directory. A cluster's entry has the number of the next one.
+        clusters = [3 + page // 2 + page % 2 * (pages // 2) for page in range(pages)]
+        entries = [0] * pages
+        for cluster, behind in zip(clusters, [*clusters[1:], 0x0FFFFFFF], strict=True):
+            entries[cluster - 3] = behind
+        for fat in range(boot[16]):
+            file.seek((reserved + fat * fat_sectors) * 512 + 4 * 3)
+            file.write(struct.pack(f"<{pages}I", *entries))
+        file.seek(data)
+        entry = struct.pack(
+            "<11sB8xH4xHI", name.encode().ljust(11), 0x20, 0, clusters[0], file_bytes
+        )
+        file.write(entry)
+    return path
+
+
 def btrfs(paths: list[Path], size_bytes: int, *options: str) -> None:
     """Creates a btrfs on several raw images of the same size."""
     for path in paths:

@@ -44,7 +44,7 @@ def test_sysfs_files_and_their_documentation_match() -> None:
     assert "puts" in counters() and "state" in attributes()
     # Directories, not files.
     files.pop(MOUNT)
-    files.pop("mounts/swap-<major:minor>")
+    files.pop("mounts/swap-<major:minor>-<number>")
     assert {Path(name).name for name in files} == counters() | attributes()
     assert all(f"stats/{name}" in files for name in counters())
     mounts = (DRIVER / "hooks/mounts.c").read_text()

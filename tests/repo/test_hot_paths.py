@@ -125,7 +125,7 @@ ALLOWED = {
     ("return_group", "spin_lock(&dev->group_lock)"): "each 8 puts of a queue",
     ("return_group", "dev->nr_free"): "under group_lock",
     ("tmem_index_orphan", "spin_lock_irqsave(&bucket->lock)"): "each put of a private pool",
-    ("tmem_swap_reuse", "test_and_clear_bit(area->freed)"): "of 64 slots",
+    ("tmem_swap_reuse", "test_and_clear_bit(bit)"): "of 64 slots",
     ("tmem_index_erase_offset", "spin_lock_irqsave(&bucket->lock)"): "each put that was refused",
     ("tmem_breaker_note", "spin_lock_irqsave(&dev->get_lock)"): "a slow or late fetch",
     ("tmem_breaker_note", "dev->fetch_late_ns"): "under get_lock",

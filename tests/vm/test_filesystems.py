@@ -57,7 +57,7 @@ def boot(
     kernel: Kernel,
     module: Path,
     name: str,
-    parameters: str = "verify_every=0",
+    parameters: str = "verify_every=0 swap=1",
     *,
     memory_bytes: int = 320 << 20,
 ) -> Guest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import signal
 import struct
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from driver import (
     WHERE,
     driver_guest,
     driver_vm,
+    evict,
     growth,
     load,
     programs,
@@ -36,7 +38,7 @@ from driver import (
 )
 from liar import T_FLUSH, T_PUT, Liar
 from test_core import DRIVER, devices
-from test_files import check_cached, there
+from test_files import SPECIAL, check_cached, there
 from test_mounts import Mount
 from test_refused import CRYPTO, write
 
@@ -52,6 +54,7 @@ from harness.wait import scaled, until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SWAPPER = "/bin/swapper"
+FILES = "/files"  # where the file system of swap files is mounted
 SWAP_BYTES = 512 * MIB
 MEMORY_BYTES = 192 * MIB
 # Memory of the torture program in MiB: more than the guest's.
@@ -73,16 +76,26 @@ FREED_SECONDS = 5.0
 
 
 class Swap:
-    """The guest's disk "swap", or the block device `path`, that is used as a swap area."""
+    """The guest's disk "swap", or the block device or file `path`, that is used as a swap area.
 
-    def __init__(self, guest: Guest, path: str = "") -> None:
+    `number` is the number of swap areas that were there before.
+    """
+
+    def __init__(self, guest: Guest, path: str = "", number: int = 0) -> None:
         self.guest = guest
         self.device = path or f"/dev/{guest.disk('swap')}"
-        number = guest.read(f"/sys/block/{Path(self.device).name}/dev")
-        self.path = f"{SYSFS}/mounts/swap-{number}"
+        if self.device.startswith("/dev/"):
+            device = guest.read(f"/sys/block/{Path(self.device).name}/dev")
+        else:
+            device = Path(Mount(guest, str(Path(path).parent)).path).name
+        self.path = f"{SYSFS}/mounts/swap-{device}-{number}"
+
+    def make(self, mib: int) -> None:
+        """Makes the file."""
+        self.guest.sh(f"dd if=/dev/zero of={self.device} bs=1M count={mib} 2>/dev/null; sync", 120)
 
     def on(self) -> None:
-        self.guest.sh(f"mkswap {self.device} >/dev/null && swapon {self.device}")
+        self.guest.sh(f"mkswap {self.device} >/dev/null && swapon {self.device}", 120)
 
     def off(self) -> None:
         self.guest.sh(f"swapoff {self.device}", 300)
@@ -128,7 +141,7 @@ def boot(
         memory_bytes=MEMORY_BYTES,
         cpus=2,
         disks=[Disk("data", data), Disk("swap", area), *more.pop("disks", ())],
-        files=programs(SWAPPER, DM),
+        files=programs(SWAPPER, DM, SPECIAL),
         **more,
     ).start()
     load(guest, f"swap={swap} {parameters}")
@@ -167,7 +180,7 @@ def mark(guest: Guest, text: str) -> tuple[Job, int]:
         return int(guest.read(f"{GROUP}/memory.current")) < MARKED_MIB * MIB // 8
 
     until(dropped, 60, "the pages leave the swap cache")
-    return job, int(guest.sh("pidof swapper"))
+    return job, int(guest.read(f"{GROUP}/cgroup.procs"))
 
 
 class Region(ctypes.Structure):
@@ -513,17 +526,140 @@ def test_swap_areas_that_are_not_served(session: Session, kernel: Kernel, module
         number = guest.read(f"/sys/block/{Path(path).name}/dev")
         guest.sh(f"mkswap {path} >/dev/null && swapon {path}")
         guest.run(f"timeout 10 {SWAPPER} mark refused 4", 30)
-        text = f"swap-{number} is refused: {reason}"
+        text = f"swap-{number}-0 is refused: {reason}"
         until(partial(guest_state_has, guest, text), 30, f"{path} is refused")
         guest.sh(f"swapoff {path}", 60)
         until(lambda: "refused" not in state(guest), 30, f"{path} is forgotten")
 
-    file = f"{WHERE}/swapfile"
-    guest.sh(f"dd if=/dev/zero of={file} bs=1M count=32 2>/dev/null; mkswap {file}; swapon {file}")
-    guest.run(f"timeout 10 {SWAPPER} mark refused 4", 30)
-    until(lambda: "swap files are not served" in guest.sh("dmesg"), 30, "the file is refused")
-    guest.sh(f"swapoff {file}", 60)
     assert stats(guest)["mismatches"] == 0
+
+
+FILE_MIB = 192
+FIRST_MIB = 32  # size of a swap file that becomes full
+READ_MIB = 4  # size of a swap file that is read: the put ring has space for it
+# Memory of a process that was swapped out before the driver is loaded. It fills the first part of
+# a swap area that the driver serves.
+BASE_MIB = 128
+
+
+@pytest.mark.parametrize("fs", ["ext4", "xfs"])
+def test_swap_files_are_right_and_cached(
+    session: Session, kernel: Kernel, module: Path, fs: str
+) -> None:
+    daemon = start_daemon(session)
+    image = disk.find(fs).make(session.directory / "files.img", SWAP_BYTES)
+    guest = boot(
+        session,
+        kernel,
+        module,
+        "",
+        tmem=Tmem(daemon.socket("vm1")),
+        disks=[Disk("files", image)],
+        modules=there(kernel, *disk.find(fs).modules),
+    )
+    guest.mount("files", FILES, fs)
+    file = Swap(guest, f"{FILES}/swap0")
+    file.make(FILE_MIB)
+    guest.sh("rmmod virtio_tmem", 120)
+    file.on()
+    base = guest.start(f"exec {SWAPPER} mark base {BASE_MIB}", 600)
+    until(lambda: b"marked" in base.stdout() or base.done(), 300, "the slots are in use")
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0 swap=1")
+    wait_state(guest, "on")
+
+    text = "residue0123456789"
+    pages = MARKED_MIB * MIB // PAGE
+
+    guest.run(f"timeout 5 {SWAPPER} mark unused 1", 30)
+    until(file.exists, 30, "the driver serves the file")
+    guest.run(f"timeout 5 {SWAPPER} mark unused 1", 30)
+    # The kernel moves pages to other frames meanwhile, because little memory is free.
+    job, pid = mark(guest, text)
+    settle(guest)
+    held = file.count("held_pages")
+    assert held > pages * 9 // 10, f"{held} of {pages} pages: {stats(guest)}"
+    assert pool_pages(daemon, text.encode()) > held // 2
+    guest.sh(f"kill -9 {pid}")
+    job.wait()
+    time.sleep(scaled(FREED_SECONDS))
+    assert not pool_pages(daemon, text.encode()), stats(guest)
+    guest.sh("kill -9 $(pidof swapper)")
+    base.wait()
+    torture(guest, 400)
+    figures = stats(guest)
+    assert file.count("puts") > 1000 and file.count("hits") > 300, figures
+    assert not figures["mismatches"] and file.read("state") == "on", figures
+
+    # Two swap files of a file system are two areas. The kernel fills the first one before it uses
+    # the other. Each hit is compared with the disk.
+    file.off()
+    first = Swap(guest, f"{FILES}/swap1")
+    first.make(FIRST_MIB)
+    first.on()
+    file = Swap(guest, file.device, 1)
+    file.on()
+    set_parameter(guest, "verify_every", "1")
+    before, puts = stats(guest), first.count("puts")
+    torture(guest, 200)
+    grown = growth(before, stats(guest))
+    assert grown["verified_hits"] > 100 and not grown["verify_mismatches"], grown
+    assert first.count("puts") > puts and file.count("puts") > 100, stats(guest)
+    file.off()
+    first.off()
+    time.sleep(scaled(FREED_SECONDS))
+    assert file.count("held_pages") == first.count("held_pages") == 0
+    guest.sh(f"umount {FILES}")
+    until(lambda: not file.exists() and not first.exists(), 30, "the driver forgets the files")
+
+
+@pytest.mark.parametrize("without", ["", "slots"])
+def test_slots_of_a_merged_bio_that_are_no_neighbours(
+    session: Session, kernel: Kernel, test_module: Path, without: str
+) -> None:
+    """Blocks that are neighbours on the disk are not neighbours in the swap file."""
+    if without and kernel.version < (7, 3):
+        pytest.skip("the kernel does not merge bios of swap")
+    daemon = start_daemon(session)
+    image = disk.interleaved_fat(session.directory / "files.img", "SWAP", FILE_MIB * MIB)
+    guest = boot(
+        session,
+        kernel,
+        test_module,
+        f"verify_every=0 test_blocks_without={without}",
+        tmem=Tmem(daemon.socket("vm1")),
+        disks=[Disk("files", image)],
+        modules=there(kernel, *disk.find("vfat").modules),
+    )
+    guest.mount("files", FILES, "vfat")
+    file = Swap(guest, f"{FILES}/SWAP")
+    file.serve()
+    done = guest.run(f"{SWAPPER} {seed()} {TORTURE_MIB} 600", 600)
+    if without:
+        # A page of another slot may also kill the program.
+        assert "SWAP MISMATCH" in done.text or done.status == -signal.SIGSEGV, done.text
+    else:
+        assert done.status == 0, f"{done.text}\n{stats(guest)}"
+    assert file.count("hits") > 100, stats(guest)
+
+
+@pytest.mark.parametrize("without", ["", "swap_file"])
+def test_reads_of_a_swap_file_get_no_old_byte(
+    session: Session, kernel: Kernel, test_module: Path, without: str
+) -> None:
+    """The pool has pages of the file when the kernel swaps to it."""
+    daemon = start_daemon(session)
+    guest = boot(session, kernel, test_module, "verify_every=0", tmem=Tmem(daemon.socket("vm1")))
+    file = Swap(guest, f"{WHERE}/swap")
+    file.make(READ_MIB)
+    file.serve()
+    set_parameter(guest, "test_blocks_without", without)
+    assert evict(guest, [file.device])["index_pages"] > READ_MIB * MIB // PAGE // 2
+    guest.sh(f"{SPECIAL} swap-out {READ_MIB * MIB // 2}", 60)
+    assert file.read("state") == "on"
+    file.off()
+    done = guest.run(f"{SPECIAL} same {file.device}", 60)
+    assert ("MISMATCH" in done.text) is bool(without), f"{done.text}\n{stats(guest)}"
+    assert done.status == bool(without)
 
 
 @pytest.mark.parametrize(

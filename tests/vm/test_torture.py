@@ -73,7 +73,7 @@ def test_random_operations_find_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Random operations, evictions and unmounts cause no wrong byte, and the cache has hits."""
-    guest = boot(session, kernel, module, "verify_every=0")
+    guest = boot(session, kernel, module, "verify_every=0 swap=1")
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
     numbers = Torture(guest, arguments, 900).finish()
     assert numbers["ops"] >= OPERATIONS

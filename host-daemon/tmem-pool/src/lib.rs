@@ -3,7 +3,7 @@
 //!
 //! An [`Engine`] keeps copies of 4 KiB pages in a bounded amount of memory, which is called the
 //! pool. Each [`Tenant`] stands for one VM. A tenant has pools of its own, each for one file
-//! system or swap partition. The key of a page consists of the number of such a pool, the number of
+//! system or swap area. The key of a page consists of the number of such a pool, the number of
 //! an object in that pool (a part of a disk), and the number of the page in the object. No tenant
 //! can read pages of another tenant. Each tenant's [`Quota`] entitles it to a part of the memory.
 //! Equal pages of one trust domain are stored once.

@@ -68,7 +68,7 @@ pub struct AttachArguments {
     /// otherwise unchanged]
     #[arg(long, value_name = "on|off|auto", hide_possible_values = true)]
     retain: Option<Retain>,
-    /// Whether the guest's driver caches swap partitions, in pools that share no page with other
+    /// Whether the guest's driver caches swap areas, in pools that share no page with other
     /// VMs [default: off for a new device, otherwise unchanged]
     #[arg(long, value_name = "on|off", value_parser = ["on", "off"], hide_possible_values = true)]
     swap: Option<String>,
