@@ -18,11 +18,8 @@ static void entry_migrate(struct tmem_args *args)
 {
 	struct folio *to = (void *)tmem_arg(args, 0), *from = (void *)tmem_arg(args, 1);
 
-	/*
-	 * Anonymous and huge pages may be large, and few have hints. One of a swap area that
-	 * moves is not put.
-	 */
-	if (!folio_test_anon(from) && !folio_test_hugetlb(from))
+	/* Other anonymous pages and huge pages may be large, and have no hints. */
+	if (folio_test_anon(from) ? folio_test_swapcache(from) : !folio_test_hugetlb(from))
 		tmem_record_move(to, from);
 }
 

@@ -705,19 +705,25 @@ void tmem_record_forbid(void)
 		synchronize_rcu_expedited();
 }
 
-/* Moves the hints of a folio that page migration moves to another folio of the same size. */
+/*
+ * Moves the hints of a folio that page migration moves to another folio of the same size, and the
+ * marks of its pages, which those of a swap area have.
+ */
 void tmem_record_move(struct folio *to, struct folio *from)
 {
-	unsigned long i, nr = folio_nr_pages(from);
-	u32 *hint, *old, block;
+	unsigned long pfn = folio_pfn(from), end = pfn + folio_nr_pages(from), new = folio_pfn(to);
+	const struct tables *t;
+	u32 block;
 
 	rcu_read_lock();
-	for (i = 0; i < nr; i++) {
-		hint = hint_of(folio_page(to, i));
-		old = hint_of(folio_page(from, i));
-		block = old && READ_ONCE(*old) ? xchg(old, 0) : 0;
-		if (hint)
-			WRITE_ONCE(*hint, block);
+	t = rcu_dereference(tables);
+	for (; pfn < end; pfn++, new++) {
+		block = pfn < t->nr_hints && READ_ONCE(t->hints[pfn]) ? xchg(&t->hints[pfn], 0) : 0;
+		if (new >= t->nr_hints)
+			continue;
+		WRITE_ONCE(t->hints[new], block);
+		if (block && test_and_clear_bit(pfn, t->removed))
+			tmem_set_bits(t->removed, new, 1);
 	}
 	rcu_read_unlock();
 }
