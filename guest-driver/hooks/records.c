@@ -707,11 +707,13 @@ void tmem_record_forbid(void)
 
 /*
  * Moves the hints of a folio that page migration moves to another folio of the same size, and the
- * marks of its pages, which those of a swap area have.
+ * marks of pages of a swap area.
  */
 void tmem_record_move(struct folio *to, struct folio *from)
 {
 	unsigned long pfn = folio_pfn(from), end = pfn + folio_nr_pages(from), new = folio_pfn(to);
+	/* Marks of files stay behind, because tmem_record_forbid() may be clearing them. */
+	bool marked = folio_test_swapbacked(from);
 	const struct tables *t;
 	u32 block;
 
@@ -722,7 +724,7 @@ void tmem_record_move(struct folio *to, struct folio *from)
 		if (new >= t->nr_hints)
 			continue;
 		WRITE_ONCE(t->hints[new], block);
-		if (block && test_and_clear_bit(pfn, t->removed))
+		if (marked && block && test_and_clear_bit(pfn, t->removed))
 			tmem_set_bits(t->removed, new, 1);
 	}
 	rcu_read_unlock();
