@@ -229,8 +229,8 @@ enum tmem_block_check {
 	/* A page stored after its erasure is flushed. Without: it stays at the host for good. */
 	TMEM_CHECK_ORPHAN,
 	/*
-	 * The slots of a merged bio are compared with their order. Without: a page of a swap file
-	 * counts as that of another slot.
+	 * The slots of a merged bio have to be neighbours. Without: a page of a swap file counts
+	 * as that of another slot.
 	 */
 	TMEM_CHECK_SLOTS,
 	/*

@@ -108,9 +108,9 @@ static sector_t device_start(const struct bio *bio)
 }
 
 /*
- * Returns the first sector of the slots of a bio, or 0 if they are not served. The kernel merges
- * slots that are neighbours on the disk, but may not be neighbours in their area: a swap file can
- * have its blocks in any order.
+ * Returns the first sector of the slots of a bio, or 0 if they are not served or no neighbours. The
+ * kernel merges slots that are neighbours on the disk, and a swap file can have its blocks in any
+ * order.
  */
 static sector_t slots_of(struct bio *bio)
 {
@@ -128,15 +128,15 @@ static sector_t slots_of(struct bio *bio)
 	return first;
 }
 
-/* Returns the first sector of a bio, by which its area has the blocks. */
+/* Returns the first sector of a bio as areas count: by slots, or on the whole disk. */
 static sector_t sector_of(struct bio *bio)
 {
 	return slots_of(bio) ?: bio->bi_iter.bi_sector + device_start(bio);
 }
 
 /*
- * Erases each slot that a bio writes. Needs nothing at the end of the bio, because no other
- * transfer of the slot begins before. Context: any but NMI.
+ * Erases each slot that a bio writes for the swap code. The end of the bio needs no erasure: no
+ * other transfer of the slot begins before it. Context: any but NMI.
  */
 static void erase_slots(struct bio *bio)
 {
@@ -426,14 +426,12 @@ static void begin_pages(struct tracked *t)
 }
 
 /*
- * Sets the area of a write, which begins at a sector of the disk. Returns false if it is in none.
- * Slots that the area of their swap area does not have in order are erased one by one.
+ * Sets the area of a write, which begins at @sector on the whole disk. Returns false if it is in
+ * none. Slots that are no neighbours are erased one by one, and not recorded.
  */
 static bool set_write_area(struct tracked *t, sector_t sector)
 {
-	bool is_swap = bio_op(t->bio) == REQ_OP_WRITE && t->bio->bi_opf & REQ_SWAP;
-
-	t->sector = is_swap ? slots_of(t->bio) : 0;
+	t->sector = t->bio->bi_opf & REQ_SWAP ? slots_of(t->bio) : 0;
 	if (t->sector && set_area(t)) {
 		/* A swap file also has blocks of the file system, which can be read as a file. */
 		if (!TMEM_WITHOUT(SWAP_FILE)) {
@@ -442,8 +440,7 @@ static bool set_write_area(struct tracked *t, sector_t sector)
 		}
 		return true;
 	}
-	if (is_swap)
-		erase_slots(t->bio);
+	erase_slots(t->bio);
 	t->sector = sector;
 	return set_area(t);
 }
@@ -469,8 +466,7 @@ static void begin_write(struct bio *bio, sector_t sector, sector_t nr)
 		tmem_count_n(TMEM_STAT_blocks_nomem, nr_pages - (t ? t->nr_pages : 0));
 	}
 	if (!t) {
-		if (bio_op(bio) == REQ_OP_WRITE)
-			erase_slots(bio);
+		erase_slots(bio);
 		tmem_area_unseen(bio->bi_bdev->bd_disk, sector, nr);
 		return;
 	}

@@ -188,8 +188,8 @@ static inline unsigned int tmem_swap_type_of(const struct super_block *sb)
 }
 
 /*
- * Returns the first sector of a swap area. Instead of their places on the disk, slots have sectors
- * by their numbers, which no disk has.
+ * Returns the first sector of a swap area. Areas count slots by sectors that no disk has: an area
+ * has fewer than 2^40, and the range of bio.c that covers any disk has these sectors, too.
  */
 static inline sector_t tmem_swap_start(unsigned int type)
 {

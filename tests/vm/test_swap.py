@@ -73,6 +73,12 @@ GROUP = f"{CGROUPS}/marked"
 CRYPT_KEY = "00" * 64
 # Time in seconds after which the bytes of freed slots are not at the host any more.
 FREED_SECONDS = 5.0
+FILE_MIB = 192  # size of most swap files
+FIRST_MIB = 32  # size of a swap file that becomes full
+READ_MIB = 4  # size of a swap file that is read: the put ring has space for it
+# Memory of a process that was swapped out before the driver is loaded. Its slots are the first part
+# of the swap area.
+BASE_MIB = 128
 
 
 class Swap:
@@ -534,14 +540,6 @@ def test_swap_areas_that_are_not_served(session: Session, kernel: Kernel, module
     assert stats(guest)["mismatches"] == 0
 
 
-FILE_MIB = 192
-FIRST_MIB = 32  # size of a swap file that becomes full
-READ_MIB = 4  # size of a swap file that is read: the put ring has space for it
-# Memory of a process that was swapped out before the driver is loaded. It fills the first part of
-# a swap area that the driver serves.
-BASE_MIB = 128
-
-
 @pytest.mark.parametrize("fs", ["ext4", "xfs"])
 def test_swap_files_are_right_and_cached(
     session: Session, kernel: Kernel, module: Path, fs: str
@@ -569,7 +567,6 @@ def test_swap_files_are_right_and_cached(
 
     text = "residue0123456789"
     pages = MARKED_MIB * MIB // PAGE
-
     guest.run(f"timeout 5 {SWAPPER} mark unused 1", 30)
     until(file.exists, 30, "the driver serves the file")
     guest.run(f"timeout 5 {SWAPPER} mark unused 1", 30)
