@@ -7,7 +7,8 @@
  *	swapper mark TEXT MIB		writes pages to the swap area, and sleeps
  *
  * The pages of `mark` begin with TEXT, and every second one with TEXT and "odd". The signal USR1
- * frees the latter.
+ * frees the latter, and no signal is expected after it. The signal USR2 has the program check,
+ * change and write all pages again.
  *
  * Exit status: 0 all bytes right, 1 a wrong byte, 2 another failure.
  */
@@ -192,9 +193,42 @@ static void wake(int number)
 	(void)number;
 }
 
+static volatile sig_atomic_t change_wanted;
+
+static void want_change(int number)
+{
+	(void)number;
+	change_wanted = 1;
+}
+
+/* Returns the last word of a page of `mark`: how often the page was changed. */
+static uint64_t *version_of(char *page)
+{
+	return (uint64_t *)page + WORDS - 1;
+}
+
+/* Checks the version of each page, changes it, and writes the pages to the swap area again. */
+static void change(char *at, size_t bytes, uint64_t version)
+{
+	for (size_t page = 0; page < bytes; page += PAGE) {
+		if (*version_of(at + page) != version) {
+			printf("SWAP MISMATCH page %zu: version %lu, not %lu\n", page / PAGE,
+			       *version_of(at + page), version);
+			exit(1);
+		}
+	}
+	for (size_t page = 0; page < bytes; page += PAGE)
+		*version_of(at + page) = version + 1;
+	if (madvise(at, bytes, MADV_PAGEOUT))
+		die("MADV_PAGEOUT");
+	printf("changed %lu\n", version + 1);
+	fflush(stdout);
+}
+
 static int mark(const char *text, uint64_t mib)
 {
 	size_t bytes = mib << 20, length = strlen(text);
+	uint64_t version = 0;
 	char *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
 	if (at == MAP_FAILED)
@@ -205,13 +239,18 @@ static int mark(const char *text, uint64_t mib)
 		memcpy(at + page, text, length);
 		if (page / PAGE % 2)
 			memcpy(at + page + length, "odd", 3);
+		*version_of(at + page) = version;
 	}
 	signal(SIGUSR1, wake);
+	signal(SIGUSR2, want_change);
 	if (madvise(at, bytes, MADV_PAGEOUT))
 		die("MADV_PAGEOUT");
 	puts("marked");
 	fflush(stdout);
-	pause();
+	for (pause(); change_wanted; pause()) {
+		change_wanted = 0;
+		change(at, bytes, version++);
+	}
 	for (size_t page = PAGE; page < bytes; page += 2 * PAGE)
 		if (madvise(at + page, PAGE, MADV_DONTNEED))
 			die("MADV_DONTNEED");

@@ -163,6 +163,20 @@ def torture(guest: Guest, rounds: int) -> None:
     assert done.status == 0, f"{done.text}\n{state(guest)}\n{stats(guest)}"
 
 
+def drop_swap_cache(guest: Guest) -> None:
+    """Frees the pages of the process that mark() has started."""
+
+    def dropped() -> bool:
+        # The swap cache has the pages until reclaim finds them again. The put ring has space for
+        # some of them. A write fails if reclaim finds fewer pages than it asks for.
+        guest.run(
+            f"for i in $(seq {MARKED_MIB}); do echo 1M >{GROUP}/memory.reclaim; sleep 0.1; done", 60
+        )
+        return int(guest.read(f"{GROUP}/memory.current")) < MARKED_MIB * MIB // 8
+
+    until(dropped, 60, "the pages leave the swap cache")
+
+
 def mark(guest: Guest, text: str) -> tuple[Job, int]:
     """Starts a process whose pages are swapped out, and not in memory.
 
@@ -177,15 +191,7 @@ def mark(guest: Guest, text: str) -> tuple[Job, int]:
     until(lambda: b"marked" in job.stdout() or job.done(), 120, "the pages are swapped out")
     assert not job.done(), job.wait().text
 
-    def dropped() -> bool:
-        # The swap cache has the pages until reclaim finds them again. The put ring has space for
-        # some of them. A write fails if reclaim finds fewer pages than it asks for.
-        guest.run(
-            f"for i in $(seq {MARKED_MIB}); do echo 1M >{GROUP}/memory.reclaim; sleep 0.1; done", 60
-        )
-        return int(guest.read(f"{GROUP}/memory.current")) < MARKED_MIB * MIB // 8
-
-    until(dropped, 60, "the pages leave the swap cache")
+    drop_swap_cache(guest)
     return job, int(guest.read(f"{GROUP}/cgroup.procs"))
 
 
@@ -637,6 +643,40 @@ def test_slots_of_a_merged_bio_that_are_no_neighbours(
     else:
         assert done.status == 0, f"{done.text}\n{stats(guest)}"
     assert file.count("hits") > 100, stats(guest)
+
+
+@pytest.mark.parametrize("without", ["", "bio_queue"])
+def test_writes_of_slots_without_the_hook_of_submit_bio_are_seen(
+    session: Session, kernel: Kernel, test_module: Path, without: str
+) -> None:
+    """A page keeps its slot, so a changed page is written to a slot whose copy the host has."""
+    daemon = start_daemon(session)
+    guest = boot(
+        session,
+        kernel,
+        test_module,
+        f"verify_every=0 test_blocks_without={without}",
+        tmem=Tmem(daemon.socket("vm1")),
+    )
+    swap = Swap(guest)
+    swap.serve()
+    job, pid = mark(guest, "changed0123456789")
+    settle(guest)
+    assert swap.count("held_pages") > MARKED_MIB * MIB // PAGE * 3 // 4, stats(guest)
+
+    def change(version: int) -> None:
+        """Has the process check, change and swap out its pages."""
+        guest.sh(f"kill -USR2 {pid}")
+        done = f"changed {version}".encode()
+        until(lambda: done in job.stdout() or job.done(), 120, "the pages are changed")
+
+    set_parameter(guest, "test_hooks_off", "bio")
+    change(1)
+    drop_swap_cache(guest)
+    set_parameter(guest, "test_hooks_off", "")
+    change(2)
+    assert (b"SWAP MISMATCH" in job.stdout()) is bool(without), f"{job.stdout()!r} {stats(guest)}"
+    assert job.done() is bool(without)
 
 
 @pytest.mark.parametrize("without", ["", "swap_file"])
