@@ -175,13 +175,17 @@ def replace(daemon: Daemon) -> None:
 
 # Speeds of a migration that copies all memory once and then does not finish. The first pass over
 # the memory takes some seconds at the first speed. Pages that the guest writes meanwhile would take
-# minutes at the second speed. QEMU finishes when it can copy the remaining pages within the allowed
+# minutes at the second speed. They have random bytes: QEMU copies pages of zeros at once, and would
+# finish if the guest is slow. QEMU finishes when it can copy the remaining pages within the allowed
 # downtime, by the speed so far. So the test sets the shortest downtime. (With a downtime of 0, QEMU
 # 10.0 finishes after the first pass without considering pages that were written meanwhile.)
 FIRST_BYTES_PER_SECOND = 16 * MIB
 THEN_BYTES_PER_SECOND = 64 << 10
 SHORTEST_MS = 1
-DIRTIER = "while :; do dd if=/dev/zero of=/tmp/junk bs=1M count=40 2>/dev/null; done"
+DIRTIER = (
+    "dd if=/dev/urandom of=/tmp/random bs=1M count=20 2>/dev/null;"
+    " while :; do cat /tmp/random >/tmp/junk; done"
+)
 
 
 def boot_user_driver(session: Session, kernel: Kernel, daemon: Daemon) -> tuple[Vm, UserDriver]:
@@ -197,10 +201,12 @@ def copy_all_once(session: Session, vm: Vm, daemon: Daemon) -> Vm:
     Returns the VM at the destination.
     """
     vm.guest.sh(f"setsid sh -c '{DIRTIER}' </dev/null >/dev/null 2>&1 & echo $! >/tmp/dirtier")
+    until(lambda: vm.guest.run("test -s /tmp/junk").status == 0, 60, "the guest writes pages")
     target = migration.launch_receiver(session, vm, device(daemon))
     migration.begin(vm, target, bytes_per_second=FIRST_BYTES_PER_SECOND, downtime_ms=SHORTEST_MS)
     migration.wait_until_copied_once(vm)
     migration.set_speed(vm, THEN_BYTES_PER_SECOND, SHORTEST_MS)
+    assert migration.progress(vm)["status"] == "active"
     return target
 
 
