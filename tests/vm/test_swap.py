@@ -429,9 +429,11 @@ def test_page_that_the_host_stores_after_its_flush_leaves_the_host(
         set_parameter(marked.guest, "test_blocks_without", without)
         liar.silent = frozenset({T_PUT, T_FLUSH})
         marked.mark("orphan0123456789")
+        flushes = stats(marked.guest)["requests_flush"]
         marked.end()
-        # The driver erases the freed slots meanwhile.
-        time.sleep(scaled(2))
+        until(
+            lambda: stats(marked.guest)["requests_flush"] > flushes, 30, "the driver erases slots"
+        )
         liar.reverse = True
         liar.silent = frozenset()
         time.sleep(scaled(FREED_SECONDS))
